@@ -4,7 +4,7 @@
 `register_nm_sparse()` does the same for `attn_implementation="saccade_nm"`, which computes another result: N:M sparse attention.
 
 A mask function is registered under the same name: without one transformers passes no mask at all, and padded batches give
-wrong results without any error. Models that ignore the attention function, but not its mask, are refused:
+wrong results without any error. Models that ignore the attention function, but not its mask, are refused or run torch's layers:
 `saccade.integrations.refusal`. Doge's dynamic masks have a registration of their own: `saccade.integrations.doge`.
 """
 
@@ -53,6 +53,9 @@ _UNSUPPORTED = {
 def register(name: str = "saccade", *, backend: str = "auto") -> Registration:
     """Make `attn_implementation=name` run `saccade.attention` in every model of transformers. Safe to call again.
 
+    A model that looks its layers up in a table of its own (Falcon; the vision towers of SAM and Data2Vec) runs its layers for "sdpa", and a warning
+    says so once; under a forced backend it is refused. Models that ignore attention functions and have no such layers are refused when they are made.
+
     Args:
         name: the name by which models select it. transformers interprets "flash", "/" and "|" in a name, so these are refused, as
             are the names that it already has.
@@ -65,7 +68,8 @@ def register(name: str = "saccade", *, backend: str = "auto") -> Registration:
         InvalidArgument: a name or backend that cannot be registered.
         SaccadeError: transformers is not installed.
     """
-    return _register(name, functools.partial(attention_forward, backend=backend), backend, [b.name for b in ATTENTION_BACKENDS])
+    forward = functools.partial(attention_forward, backend=backend)
+    return _register(name, forward, backend, [b.name for b in ATTENTION_BACKENDS], exact=backend == "auto")
 
 
 def register_nm_sparse(
@@ -97,13 +101,13 @@ def register_nm_sparse(
     )
 
 
-def _register(name: str, forward: Callable[..., Any], backend: str, backends: list[str]) -> Registration:
+def _register(name: str, forward: Callable[..., Any], backend: str, backends: list[str], exact: bool = False) -> Registration:
     if not has_package("transformers"):
         raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
     known = ("auto", *backends)
     check_choice("backend", backend, known)
     check_name(name, _REGISTERED)
-    return Registration(name, forward, boolean_mask, _REGISTERED, lambda name: None)
+    return Registration(name, forward, boolean_mask, _REGISTERED, lambda name: None, exact)
 
 
 def check_name(name: str, registered: set[str]) -> None:
