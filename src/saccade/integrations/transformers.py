@@ -1,5 +1,4 @@
-"""Hugging Face transformers: `register()`, then `attn_implementation="saccade"` in `from_pretrained` or
-`set_attn_implementation`.
+"""Hugging Face transformers: `register()`, then `attn_implementation="saccade"` in `from_pretrained` or `set_attn_implementation`.
 
 `register_nm_sparse()` does the same for `attn_implementation="saccade_nm"`, which computes another result: N:M sparse attention.
 
@@ -53,13 +52,12 @@ _UNSUPPORTED = {
 def register(name: str = "saccade", *, backend: str = "auto") -> Registration:
     """Make `attn_implementation=name` run `saccade.attention` in every model of transformers. Safe to call again.
 
-    A model that looks its layers up in a table of its own (Falcon; the vision towers of SAM and Data2Vec) runs its layers for "sdpa", and a warning
-    says so once; under a forced backend it is refused. Models that ignore attention functions and have no such layers are refused when they are made.
+    A model with a table of its own layers (Falcon, SAM's vision tower) runs those for "sdpa", and a warning says so once. Others that ignore the
+    function raise when they are made.
 
     Args:
-        name: the name by which models select it. transformers interprets "flash", "/" and "|" in a name, so these are refused, as
-            are the names that it already has.
-        backend: as in `saccade.attention`; register a second name to force one backend.
+        name: the name by which models select it. transformers interprets "flash", "/" and "|" in a name, so these are refused, as are its own.
+        backend: as in `saccade.attention`; register a second name to force one backend, under which models with such a table raise too.
 
     Returns:
         the handle of this registration, a context manager with `restore()`, which takes the name back, `active` and `name`.
@@ -75,8 +73,8 @@ def register(name: str = "saccade", *, backend: str = "auto") -> Registration:
 def register_nm_sparse(
     name: str = "saccade_nm", *, pattern: str = "2:4", dense_first: int = 0, dense_recent: int = 0, backend: str = "auto"
 ) -> Registration:
-    """Make `attn_implementation=name` run `saccade.nm_sparse_attention`, which keeps N of every M keys. A pretrained model needs
-    no retraining; its results are close, but not equal. Safe to call again.
+    """Make `attn_implementation=name` run `saccade.nm_sparse_attention`, which keeps N of every M keys. A pretrained model needs no retraining;
+    its results are close, but not equal. Safe to call again.
 
     Args:
         name: as in `register`; register several for several patterns.
@@ -146,8 +144,7 @@ def boolean_mask(
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, causal_mask_function
 
-    # delegated to transformers, because the signature of mask functions changes between releases, while the meaning of this one
-    # does not
+    # delegated to transformers, because the signature of mask functions changes between releases, while the meaning of this one does not
     build = functools.partial(
         ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], kv_length=kv_length, mask_function=mask_function, config=config
     )
@@ -294,8 +291,7 @@ def nm_sparse_forward(
 
 
 def _is_causal(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, given: bool | None) -> bool:
-    # the rule of transformers: a mask already contains the causal pattern, but for one of key padding alone, and a single query is a
-    # decoding step that sees all keys
+    # the rule of transformers: a whole mask contains the causal pattern already, and a single query is a decoding step that sees all keys
     if query.shape[2] <= 1 or _is_whole(mask):
         return False
     if not (_declared_causal(module) if given is None else given):
