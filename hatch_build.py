@@ -22,6 +22,7 @@ class Tables(BuildHookInterface):
             build_data["force_include"] |= {
                 str(p): f"saccade/benchmarks/{p.relative_to(folder).as_posix()}" for p in tables(folder)
             }
+            warn_of_unknown(Path(self.root))
 
 
 def tables(folder: Path) -> list[Path]:
@@ -29,14 +30,29 @@ def tables(folder: Path) -> list[Path]:
     found = sorted(path for pattern in PATTERNS for path in folder.glob(pattern))
     if not (folder.parent / ".git").exists():  # a source distribution
         return found
-    command = ["git", "-C", str(folder), "ls-files", "-z"]
+    known = _ls_files(folder)
+    return found if known is None else [path for path in found if path.relative_to(folder).as_posix() in known]
+
+
+def warn_of_unknown(root: Path) -> None:
+    """Name the files under src that git does not know: they go into the wheel, and a build hook cannot leave them out."""
+    unknown = _ls_files(root / "src", "--others", "--exclude-standard") if (root / ".git").exists() else None
+    if unknown:
+        warnings.warn(
+            f"git does not know these files of {root / 'src'}, which go into the wheel: {', '.join(unknown)}", stacklevel=2
+        )
+
+
+def _ls_files(folder: Path, *options: str) -> list[str] | None:
+    """What `git ls-files` names in a folder; None, with a warning, if git does not say."""
+    command = ["git", "-C", str(folder), "ls-files", "-z", *options]
     try:
-        known = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or error
         # as in a container without git, where a checkout is installed all the same
         warnings.warn(
-            f"git does not say which files of {folder} belong to the checkout, so all go into the wheel: {said}", stacklevel=2
+            f"git does not say which files of {folder} belong to the checkout, so all go into the wheel: {said}", stacklevel=3
         )
-        return found
-    return [path for path in found if path.relative_to(folder).as_posix() in known]
+        return None
+    return [name for name in listed.split("\0") if name]

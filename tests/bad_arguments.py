@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from typing import Any
 
@@ -10,9 +12,9 @@ import torch
 from torch.nn.attention.bias import causal_upper_left
 
 import saccade
-from saccade import analysis, nm_sparse, nn
+from saccade import analysis, distributed, nm_sparse, nn
 from saccade import flash_attn_interface as flash
-from saccade.integrations import doge, timm, transformers
+from saccade.integrations import doge, tabpfn, timm, transformers
 from saccade.integrations.pooled import cls_only
 
 B, H, T, D = 2, 2, 8, 8
@@ -75,6 +77,47 @@ def registered(register, **given):
         pass
 
 
+def encoder():
+    """A tiny model that `saccade.optimize` takes."""
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 32}
+    return BertModel(BertConfig(**sizes)).eval()
+
+
+def optimized(**given):
+    """Of a model that is optimised and made what it was."""
+    with saccade.optimize(**given) as handle:
+        return handle.explain()
+
+
+def prepared(**given):
+    with saccade.optimize(encoder()) as handle:
+        handle.prepare(**given)
+
+
+def without_a_group(function, **given):
+    """A function of `saccade.distributed` where there is no process group, which no argument changes."""
+    with contextlib.suppress(saccade.InvalidArgument):
+        function(**given)
+        raise AssertionError("there is no process group")
+
+
+def replaced(**given):
+    """A call of torch's function while ours stands in its place: what torch refuses raises as without us."""
+    function = torch.nn.functional.scaled_dot_product_attention
+    try:
+        function(**given)
+        theirs: tuple[type[Exception], ...] = ()
+    except Exception as error:  # noqa: BLE001  whatever torch raises
+        theirs = (type(error),)
+    with saccade.replace_sdpa():
+        try:
+            torch.nn.functional.scaled_dot_product_attention(**given)
+        except theirs as error:
+            raise saccade.InvalidArgument(f"as torch says: {error}") from error
+
+
 def calls() -> dict[str, tuple[Any, dict[str, Any]]]:
     """(function, good arguments) by name; every argument of a call stands there."""
     qkv = tensors("query", "key", "value")
@@ -96,7 +139,18 @@ def calls() -> dict[str, tuple[Any, dict[str, Any]]]:
     flash_ends = {"cu_seqlens_q": ends(), "cu_seqlens_k": ends(), "max_seqlen_q": 5, "max_seqlen_k": 5}
     matrix = torch.randn(H, T, T)
     sizes = {"head_dim": 64, "tile": 128}
+
+    of_scores = {"document_ids": None, "cu_seqlens": None, "sinks": 0, "window": 0, "add_scores": True, "scale": None, "enable_gqa": False, "return_lse": False, "backend": "auto"}  # fmt: skip
+    by_ranks = functools.partial(without_a_group, distributed.dynamic_mask_attention)
     found = {
+        "optimize": (optimized, {"model": encoder(), "memory": 0.25}),
+        "optimize: prepare": (prepared, {"tokens": [16], "sequences": None, "train": False}),
+        "optimize: restore": (lambda **given: saccade.optimize(encoder()).__exit__(*given.values()), {"kind": None, "error": None, "traceback": None}),
+        "distributed.attention": (functools.partial(without_a_group, distributed.attention), qkv | {"group": None, "is_causal": True, "scale": None}),
+        "distributed.dynamic_mask_attention": (by_ranks, qkv | scores | {"keep": 3, "group": None} | of_scores),
+        "distributed.head_tail": (functools.partial(without_a_group, distributed.head_tail), {"tensor": qkv["query"], "dim": 2, "group": None}),
+        "tabpfn: run": (tabpfn.SaccadeBackend().run, tensors("query", "key", "value", shape=(B, T, H, D))),
+        "replace_sdpa": (replaced, qkv | dense),
         "attention": (saccade.attention, qkv | dense | last),
         "attention by reference": (saccade.attention, qkv | dense | last | {"backend": "reference"}),
         "explain": (saccade.explain, qkv | dense | {"lengths": None, "return_lse": False}),

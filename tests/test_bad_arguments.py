@@ -39,14 +39,15 @@ QUICK = {
     "verify": ["--op", "attention", "--backend", "reference", "--case", "no such case", "--device", "cpu"],
     "soak": ["--count", "1", "--op", "attention", "--backend", "reference", "--device", "cpu"],
 }
-# of the others a number is an honest wish, however long it takes
-_LASTING = {
-    ("soak", "--count"),
-    ("soak", "--minutes"),
-    ("soak", "--processes"),
-    ("time", "--rounds"),
-    ("time", "--plot"),
-    ("soak", "--log"),
+# (command, option) whose good values start something long, or write into the working folder: only these words are typed
+BAD_ALONE = {
+    ("soak", "--count"): ("", "bad", "-1", "0", "0.5", "nan", "1e400", "1x"),
+    ("soak", "--minutes"): ("", "bad", "-1", "0", "nan", "inf", "1e400", "1x"),
+    ("soak", "--processes"): ("", "bad", "-1", "0", "0.5", "99999999999999999999", "nan", "1x"),
+    ("soak", "--log"): ("", "/", ".", "/dev/null/log.csv", "/no/such/folder/log.csv"),
+    ("time", "--rounds"): ("", "bad", "-1", "0", "0.5", "nan", "1x"),
+    ("time", "--plot"): ("", "bad", ".png", "/", "/dev/null/plot.png", "/no/such/folder/plot.png", "plot.txt"),
+    ("demo", "--out"): ("/dev/null", "/dev/null/out", "/proc/out", "x" * 300),
 }
 
 
@@ -87,26 +88,53 @@ def options_of(command):
     return [max(option.opts, key=len) for option in made.params if option.param_type_name == "option" and not option.is_flag]
 
 
+def outcome(*words):
+    """What a command ended in; and in a sentence what of it was raw, else None."""
+    done = CliRunner().invoke(COMMANDS, words)
+    fine = isinstance(done.exception, (type(None), SystemExit, saccade.SaccadeError))
+    return done, None if fine else f"{' '.join(words)!r}: {type(done.exception).__name__}: {str(done.exception)[:150]}"
+
+
 def raw_errors(command, options):
-    raw = []
-    for option in options:
-        for word in WORDS:
-            done = CliRunner().invoke(COMMANDS, [command, *QUICK[command], option, word])
-            if not isinstance(done.exception, (type(None), SystemExit, saccade.SaccadeError)):
-                raw.append(f"{command} {option} {word!r}: {type(done.exception).__name__}: {str(done.exception)[:150]}")
-    return raw
+    found = [outcome(command, *QUICK[command], option, word)[1] for option in options for word in WORDS]
+    return [raw for raw in found if raw]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("command", QUICK)
 def test_bad_options(command):
-    raw = raw_errors(command, [option for option in options_of(command) if (command, option) not in _LASTING])
+    raw = raw_errors(command, [option for option in options_of(command) if (command, option) not in BAD_ALONE])
     assert not raw, f"{len(raw)} raw errors:\n" + "\n".join(raw)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("command", "option"), BAD_ALONE)
+def test_bad_values_of_what_lasts_are_refused(command, option, monkeypatch, tmp_path):
+    for started in ("saccade.cli.soak.run._soak", "saccade.cli.time._inputs", "saccade.cli.demo.interpreter.sentences"):
+        monkeypatch.setattr(started, lambda *given: pytest.fail(f"began with {word!r}"))
+    monkeypatch.chdir(tmp_path)
+    for word in BAD_ALONE[command, option]:
+        done, raw = outcome(command, *QUICK.get(command, []), option, word)
+        assert raw is None
+        assert done.exit_code, f"{option} {word!r} was taken"
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
-    "words", [["--processes", "99999999999999999999"], ["--processes", "0"], ["--minutes", "nan"], ["--count", "-1"]]
+    "words", ["bench bad", "bench -1", "bench ../run", "bench /", "bench _common", "bench --bad", "bench a b"]
 )
-def test_numbers_that_a_soak_cannot_have(words):
-    done = CliRunner().invoke(COMMANDS, ["soak", *QUICK["soak"], *words])
-    assert isinstance(done.exception, saccade.SaccadeError), done.exception
+def test_a_table_that_there_is_not(words, monkeypatch):
+    monkeypatch.setattr("subprocess.run", lambda *given, **options: pytest.fail(f"ran {given}"))
+    done, raw = outcome(*words.split())
+    assert raw is None
+    assert done.exit_code
+
+
+@pytest.mark.parametrize("command", ["info", "cache", "demo", "bench"])
+@pytest.mark.parametrize("more", [["--bad"], ["--json=3"], ["--clear=x"], ["--quick=2"], ["a", "b"]], ids=" ".join)
+def test_commands_refuse_what_they_do_not_know(command, more, monkeypatch):
+    monkeypatch.setattr("saccade.cli.demo.run", lambda *given: pytest.fail("began"))
+    monkeypatch.setattr("saccade.cli.cache.run", lambda *given: pytest.fail("began"))
+    done, raw = outcome(command, *more)
+    assert raw is None
+    assert done.exit_code

@@ -12,6 +12,7 @@ import sys
 import tarfile
 import tomllib
 import venv
+import warnings
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,6 +173,29 @@ def test_only_tables_that_git_knows_go_into_a_wheel(hook, tmp_path):
         UserWarning, match=r"git does not say which files of .*benchmarks belong to the checkout, so all .*: fatal"
     ):
         assert "zz_local.py" in names()
+
+
+def test_a_file_under_src_that_git_does_not_know_is_named(hook, tmp_path):
+    build = hook.Tables()
+    build.root, into = str(tmp_path), {"force_include": {}}
+    package = tmp_path / "src" / "saccade"
+    package.mkdir(parents=True)
+    (tmp_path / "benchmarks").mkdir()
+    for name in ("ours.py", "mine.py", "ignored.log"):
+        (package / name).write_text("")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build.initialize("standard", into)  # a source distribution, without .git
+    git = ["git", "-C", str(tmp_path), "-c", "safe.directory=*"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    (tmp_path / ".gitignore").write_text("*.log")
+    subprocess.run([*git, "add", "src/saccade/ours.py"], check=True)
+    with pytest.warns(UserWarning, match=r"git does not know these files of .*src, which go into the wheel: saccade/mine\.py$"):
+        build.initialize("standard", into)
+    subprocess.run([*git, "add", "src"], check=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build.initialize("standard", into)
 
 
 @pytest.mark.slow

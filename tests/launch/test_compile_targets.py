@@ -131,7 +131,9 @@ def compile_all(arch: int) -> list[dict]:
                 "problem": name, "kernel": r.kernel, "registers": r.registers, "stack": r.stack, "shared": r.shared,
                 "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": -1 if name.startswith("table") else r.matrix_instructions,
             })  # fmt: skip
-    return rows + gather_rows(arch) + decode_rows(arch) + pruned_rows(arch) + ragged_rows(arch) + offer_rows(arch)
+    return (
+        rows + gather_rows(arch) + decode_rows(arch) + pruned_rows(arch) + ragged_rows(arch) + token_rows(arch) + offer_rows(arch)
+    )
 
 
 def _bias_shape(features: dict, q_len: int, kv_len: int) -> tuple[int, ...]:
@@ -320,6 +322,49 @@ def ragged_rows(arch: int) -> list[dict]:
     return rows
 
 
+# D, dtype, features, of token tiles: each dtype with and without dropout and a causal mask; the second holds most. Float32 takes D = 32 alone here
+TOKENS = [
+    (64, "bfloat16", ()), (64, "bfloat16", ("causal", "dropout", "dlse", "grouped")), (32, "float16", ()), (32, "float32", ()),
+    (64, "float16", ("causal",)), (32, "bfloat16", ("dropout",)), (32, "float32", ("causal", "dropout")), (64, "float16", ("dropout", "dlse")),
+    (32, "float32", ("dropout", "dlse")), (32, "float16", ("causal", "dropout")), (64, "bfloat16", ("causal",)), (32, "bfloat16", ("causal",)),
+    (48, "float16", ("dropout",)), (32, "float32", ("causal",)),
+]  # fmt: skip
+
+
+def token_rows(arch: int) -> list[dict]:
+    """The kernels of packed tokens, forward and backward, as their launches shape them; but eager, with no capture to find bounds for."""
+    import torch
+
+    from saccade.exact.ragged import call, token_launches
+    from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, VarlenArgs
+
+    call.arch_of = lambda device: arch
+    token_launches.capture_id = lambda device: 1  # nothing reads the numbers of a tensor during a capture
+    recorders = [Recorder(token_launches, name) for name in list(vars(token_launches)) if name.endswith("_kernel")]
+    rows = []
+    for dim, dtype, features in sampled(TOKENS, arch, {0, 1}, every=7):
+        make = functools.partial(torch.empty, device="meta")
+        query, key, value, out, dout = (
+            make(5000, 2 if "grouped" in features and place in (1, 2) else 4, dim, dtype=getattr(torch, dtype))
+            for place in range(5)
+        )
+        ends, seed = make(2000, dtype=torch.int32), make(1, dtype=torch.int64) if "dropout" in features else None
+        dropout_p, causal = 0.1 if seed is not None else 0.0, BOTTOM_RIGHT if "causal" in features else FULL
+        packed = call.Call(VarlenArgs(query, key, value, ends, ends, None, seed, 200, 200, dropout_p, causal, 0.1))
+        lse = make(4, 5000)
+        token_launches.forward(packed, out, lse)
+        gradients = tuple(map(torch.empty_like, (query, key, value)))
+        token_launches.backward(packed, dout, lse if "dlse" in features else None, out, lse, gradients)
+        name = "tokens-float32" if dtype == "float32" else "tokens-features" if "dropout" in features else "tokens"
+        for recorder in recorders:
+            rows += [
+                {**row, "problem": "selection" if recorder.__name__ == "bounds_kernel" else name}
+                for row in recorder.rows(name, arch)
+            ]
+            recorder.calls.clear()
+    return rows
+
+
 def offer_rows(arch: int) -> list[dict]:
     """The kernels of keys that ranks offer each other."""
     import torch
@@ -367,7 +412,7 @@ def test_kernels_fit_their_architecture(compiled):
         "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel", "_decode_kernel", "_delta_kernel",
         "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
         "count_kernel", "place_kernel", "forward_tile_kernel", "forward_long_kernel", "backward_tile_kernel", "delta_kernel",
-        "backward_keys_kernel", "backward_queries_kernel", "clear_kernel", "weights_kernel", "backward_bias_kernel", "rank_kernel", "copy_kernel",
+        "backward_keys_kernel", "backward_queries_kernel", "clear_kernel", "weights_kernel", "backward_bias_kernel", "bounds_kernel", "forward_tokens_kernel", "backward_tokens_kernel", "rank_kernel", "copy_kernel",
         "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
     assert {r["kernel"] for r in rows} == kernels
@@ -377,7 +422,7 @@ def test_kernels_fit_their_architecture(compiled):
         if row["shared"] > row["shared_limit"]:
             failures.append(f"too much shared memory: {row}")
         none = name == "decode" or (name == "pruned" and arch < 100) or (name in NO_SPILLS and arch == 90)
-        limit = TABLE_STACK_LIMIT if name.startswith("table") else 0 if none else STACK_LIMIT
+        limit = TABLE_STACK_LIMIT if name.startswith("table") or name == "tokens" else 0 if none else STACK_LIMIT
         if release == "newest":
             limit = max(limit, NEWEST_STACK.get((arch, name), 0))
         if row["stack"] > limit:

@@ -1,15 +1,19 @@
-"""Decides which model classes of transformers can run our attention functions, and refuses the others when a model is made.
+"""Decides which model classes of transformers can run our attention functions. The others are refused when a model is made, or run torch's layers.
 
 transformers checks `_supports_sdpa` only for its own names; under another name it makes any model. A model that ignores the
 function still
 gets its mask, and adds our True and False to the scores as 1 and 0: padding leaks and a causal model sees the future, without any
 error.
+
+A model that has layers for "sdpa" all the same, in a table of its own, computes the same result with them. A name that stands for exact attention
+falls back to these layers; a name whose result differs never does.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import re
 import sys
 from typing import Any
@@ -17,18 +21,23 @@ from typing import Any
 from saccade.errors import SaccadeError, UnsupportedProblem
 from saccade.hardware import package_version
 
+_logger = logging.getLogger("saccade")
+
 _METHOD = "get_correct_attn_implementation"
 # where the wrapper keeps the names that it refuses: other copies of this package in the process add theirs to the same set
 _NAMES = "_saccade_refused_names"
+# the same for those of them that stand for exact attention
+_EXACT = "_saccade_exact_names"
 _ITSELF = "_saccade_wrapper"
 _HAS_ATTENTION = re.compile(r"^class \w*Attention\w*\(|softmax\(", re.MULTILINE)
 # models that look up their layer class in a table of transformers' own names: another name gives a KeyError or the eager layer
 _HAS_TABLE = re.compile(r"_CLASSES\[\w*\.?_?attn_implementation\w*\]")
 
 
-def refuse_models_that_ignore(name: str) -> None:
+def refuse_models_that_ignore(name: str, exact: bool) -> None:
     """From now on, making a model with `attn_implementation=name`, or switching it to that, raises if the model does not run
-    attention functions."""
+    attention functions. exact: whether the name computes what "sdpa" does, so that a model with layers for that runs them. The last call of a
+    name counts."""
     from transformers import PreTrainedModel
 
     method = getattr(PreTrainedModel, _METHOD, None)
@@ -40,8 +49,11 @@ def refuse_models_that_ignore(name: str) -> None:
     names = getattr(method, _NAMES, None)
     if names is None:
         names = set()
-        setattr(PreTrainedModel, _METHOD, _refusing(method, names))
+        method = _refusing(method, names, set())
+        setattr(PreTrainedModel, _METHOD, method)
     names.add(name)
+    told: set[str] = getattr(method, _EXACT, set())
+    (told.add if exact else told.discard)(name)
 
 
 def allow_models_that_ignore(name: str) -> None:
@@ -51,6 +63,7 @@ def allow_models_that_ignore(name: str) -> None:
     method: Any = getattr(PreTrainedModel, _METHOD, None)
     names: set[str] = getattr(method, _NAMES, set())
     names.discard(name)
+    getattr(method, _EXACT, set()).discard(name)
     # functools.wraps copies attributes, so a wrapper around ours has them too
     ours: Any = getattr(method, _ITSELF, method)
     if ours is method and hasattr(method, _ITSELF) and not names:
@@ -70,19 +83,38 @@ def why_not(model_class: Any) -> str | None:
     return None
 
 
-def _refusing(method: Any, names: set[str]) -> Any:
+def _refusing(method: Any, names: set[str], exact: set[str]) -> Any:
     @functools.wraps(method)
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
         if requested_attention in names and (reason := why_not(type(self))):
-            raise UnsupportedProblem(
-                f"{type(self).__name__} cannot run attn_implementation={requested_attention!r}: {reason}; use 'eager' (as a part of a "
-                f"larger model: attn_implementation={{'': {requested_attention!r}, '<its key in the config>': 'eager'}})"
-            )
+            if requested_attention not in exact or not type(self)._supports_sdpa:
+                raise UnsupportedProblem(
+                    f"{type(self).__name__} cannot run attn_implementation={requested_attention!r}: {reason}; use 'eager' (as a part of a "
+                    f"larger model: attn_implementation={{'': {requested_attention!r}, '<its key in the config>': 'eager'}})"
+                )
+            _warn_of_torch(type(self), requested_attention, reason)
+            requested_attention = "sdpa"
         return method(self, requested_attention, *args, **kwargs)
 
     setattr(get_correct_attn_implementation, _NAMES, names)
+    setattr(get_correct_attn_implementation, _EXACT, exact)
     setattr(get_correct_attn_implementation, _ITSELF, get_correct_attn_implementation)
     return get_correct_attn_implementation
+
+
+# (module, name) of which a warning has told: a model and its parts come from one module
+_TOLD: set[tuple[str, str]] = set()
+
+
+def _warn_of_torch(model_class: Any, name: str, reason: str) -> None:
+    """Say once for a module of transformers that its models run torch's layers."""
+    if (told := (model_class.__module__, name)) in _TOLD:
+        return
+    _TOLD.add(told)
+    _logger.warning(
+        "%s cannot run attn_implementation=%r: %s; it runs torch's own attention, 'sdpa', in all of its layers",
+        model_class.__name__, name, reason,
+    )  # fmt: skip
 
 
 @functools.cache

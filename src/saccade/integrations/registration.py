@@ -23,14 +23,20 @@ class Registration:
     _wanted: ClassVar[dict[str, list[Registration]]] = {}
 
     def __init__(
-        self, name: str, forward: Callable[..., Any], mask: Callable[..., Any], registered: set[str], undo: Callable[[str], None]
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        mask: Callable[..., Any],
+        registered: set[str],
+        undo: Callable[[str], None],
+        exact: bool = False,
     ) -> None:
-        """registered: where the name is noted meanwhile. undo: called with the name once it is gone."""
+        """registered: where the name is noted meanwhile. undo: called with the name once it is gone. exact: whether it computes what "sdpa" does."""
         self._name, self._forward, self._mask, self._registered, self._undo = name, forward, mask, registered, undo
+        self._exact = exact
         with self._lock:
-            refuse_models_that_ignore(name)
-            self._wanted.setdefault(name, []).append(self)
             self._put()
+            self._wanted.setdefault(name, []).append(self)
             registered.add(name)
         self._active = True
 
@@ -68,6 +74,7 @@ class Registration:
     def _put(self) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 
+        refuse_models_that_ignore(self._name, self._exact)
         AttentionInterface.register(self._name, self._forward)
         AttentionMaskInterface.register(self._name, self._mask)
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
+from saccade.engine.arguments import shown
 from saccade.engine.dispatch import choose
-from saccade.errors import SaccadeError, UnsupportedProblem
+from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention
 from saccade.exact.backends import BACKENDS
 from saccade.exact.problem import describe_attention
@@ -40,10 +42,14 @@ class SaccadeBackend:
         """`[B, Tq, H, D]`. informational: what the registry passes besides, which changes no result.
 
         Raises:
+            InvalidArgument: no tensor of that shape.
             UnsupportedProblem: there are no dense keys and values.
         """
         if key is None or value is None:
             raise UnsupportedProblem("key or value is None; saccade takes dense keys and values, no quantised cache")
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(tensor, Tensor) or tensor.is_nested or is_lazy(tensor) or tensor.dim() != 4:
+                raise InvalidArgument(f"{name} is {shown(tensor)}; it must be a tensor [B, S, H, D]")
         grouped = query.shape[2] != key.shape[2]
         return attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), enable_gqa=grouped).transpose(1, 2)
 

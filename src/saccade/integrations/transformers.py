@@ -1,10 +1,9 @@
-"""Hugging Face transformers: `register()`, then `attn_implementation="saccade"` in `from_pretrained` or
-`set_attn_implementation`.
+"""Hugging Face transformers: `register()`, then `attn_implementation="saccade"` in `from_pretrained` or `set_attn_implementation`.
 
 `register_nm_sparse()` does the same for `attn_implementation="saccade_nm"`, which computes another result: N:M sparse attention.
 
 A mask function is registered under the same name: without one transformers passes no mask at all, and padded batches give
-wrong results without any error. Models that ignore the attention function, but not its mask, are refused:
+wrong results without any error. Models that ignore the attention function, but not its mask, are refused or run torch's layers:
 `saccade.integrations.refusal`. Doge's dynamic masks have a registration of their own: `saccade.integrations.doge`.
 """
 
@@ -53,10 +52,12 @@ _UNSUPPORTED = {
 def register(name: str = "saccade", *, backend: str = "auto") -> Registration:
     """Make `attn_implementation=name` run `saccade.attention` in every model of transformers. Safe to call again.
 
+    A model with a table of its own layers (Falcon, SAM's vision tower) runs those for "sdpa", and a warning says so once. Others that ignore the
+    function raise when they are made.
+
     Args:
-        name: the name by which models select it. transformers interprets "flash", "/" and "|" in a name, so these are refused, as
-            are the names that it already has.
-        backend: as in `saccade.attention`; register a second name to force one backend.
+        name: the name by which models select it. transformers interprets "flash", "/" and "|" in a name, so these are refused, as are its own.
+        backend: as in `saccade.attention`; register a second name to force one backend, under which models with such a table raise too.
 
     Returns:
         the handle of this registration, a context manager with `restore()`, which takes the name back, `active` and `name`.
@@ -65,14 +66,15 @@ def register(name: str = "saccade", *, backend: str = "auto") -> Registration:
         InvalidArgument: a name or backend that cannot be registered.
         SaccadeError: transformers is not installed.
     """
-    return _register(name, functools.partial(attention_forward, backend=backend), backend, [b.name for b in ATTENTION_BACKENDS])
+    forward = functools.partial(attention_forward, backend=backend)
+    return _register(name, forward, backend, [b.name for b in ATTENTION_BACKENDS], exact=backend == "auto")
 
 
 def register_nm_sparse(
     name: str = "saccade_nm", *, pattern: str = "2:4", dense_first: int = 0, dense_recent: int = 0, backend: str = "auto"
 ) -> Registration:
-    """Make `attn_implementation=name` run `saccade.nm_sparse_attention`, which keeps N of every M keys. A pretrained model needs
-    no retraining; its results are close, but not equal. Safe to call again.
+    """Make `attn_implementation=name` run `saccade.nm_sparse_attention`, which keeps N of every M keys. A pretrained model needs no retraining;
+    its results are close, but not equal. Safe to call again.
 
     Args:
         name: as in `register`; register several for several patterns.
@@ -97,13 +99,13 @@ def register_nm_sparse(
     )
 
 
-def _register(name: str, forward: Callable[..., Any], backend: str, backends: list[str]) -> Registration:
+def _register(name: str, forward: Callable[..., Any], backend: str, backends: list[str], exact: bool = False) -> Registration:
     if not has_package("transformers"):
         raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
     known = ("auto", *backends)
     check_choice("backend", backend, known)
     check_name(name, _REGISTERED)
-    return Registration(name, forward, boolean_mask, _REGISTERED, lambda name: None)
+    return Registration(name, forward, boolean_mask, _REGISTERED, lambda name: None, exact)
 
 
 def check_name(name: str, registered: set[str]) -> None:
@@ -142,8 +144,7 @@ def boolean_mask(
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, causal_mask_function
 
-    # delegated to transformers, because the signature of mask functions changes between releases, while the meaning of this one
-    # does not
+    # delegated to transformers, because the signature of mask functions changes between releases, while the meaning of this one does not
     build = functools.partial(
         ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], kv_length=kv_length, mask_function=mask_function, config=config
     )
@@ -290,8 +291,7 @@ def nm_sparse_forward(
 
 
 def _is_causal(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, given: bool | None) -> bool:
-    # the rule of transformers: a mask already contains the causal pattern, but for one of key padding alone, and a single query is a
-    # decoding step that sees all keys
+    # the rule of transformers: a whole mask contains the causal pattern already, and a single query is a decoding step that sees all keys
     if query.shape[2] <= 1 or _is_whole(mask):
         return False
     if not (_declared_causal(module) if given is None else given):

@@ -22,6 +22,22 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def check(path: Path) -> None:
+    """Raise unless rows can be added to `path`; asked before a run, which may take an hour.
+
+    Raises:
+        InvalidArgument: the file cannot be written.
+    """
+    there = path.exists()
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+
+
 def write(path: Path, tallies: Mapping[tuple[str, str], Tally], device: torch.device, seed: int) -> None:
     """Add the rows of one run to `path`, which is made if it is not there.
 
@@ -40,7 +56,11 @@ def write(path: Path, tallies: Mapping[tuple[str, str], Tally], device: torch.de
                 counted = (t.cases, t.declined, t.failures, f"{t.worst_ratio:.3f}", f"{t.seconds:.1f}")
                 rows.writerow((date, operation, backend, *counted, *about))
     except OSError as error:
-        raise InvalidArgument(f"log is {str(path)!r}, which cannot be written: {error.strerror or error}") from None
+        raise _cannot_write(path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> InvalidArgument:
+    return InvalidArgument(f"log is {str(path)!r}, which cannot be written: {error.strerror or error}")
 
 
 def _versions() -> tuple[str, ...]:

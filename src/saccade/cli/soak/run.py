@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from saccade.cli.device import describe, device_of
+from saccade.cli.soak import log
 from saccade.cli.soak.cover import SEEDS
 from saccade.cli.soak.draw import FAMILY, stack_of
 from saccade.cli.soak.judged import Outcome, covering, is_slow, pairs, run_stack
-from saccade.cli.soak.log import write
 from saccade.cli.soak.results import Batch, Found, Tally, command_line
 from saccade.cli.soak.settings import begin, for_tiny_problems
 from saccade.errors import InvalidArgument
@@ -65,11 +65,13 @@ def run(task: Task) -> int:
     _check(task)
     device, chosen = device_of(task.device), _chosen(task)
     _check_entry(task, chosen, device)
+    if task.log is not None:
+        log.check(task.log)
     began = time.monotonic()
     with for_tiny_problems():
         found = _soak(task, chosen, device)
     if task.log is not None:
-        write(task.log, found.tallies, device, task.seed)
+        log.write(task.log, found.tallies, device, task.seed)
     report = _report_as_json if task.as_json else _report
     report(found, device, task, time.monotonic() - began)
     return 1 if found.failures or not found.ran else 0
