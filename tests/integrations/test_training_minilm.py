@@ -29,18 +29,29 @@ def encoder():
     return Encoder(torch.device("cpu"), torch.float32)
 
 
+def pooled_unpadded(model, inputs):
+    """Unit vectors of a batch, its real tokens in one row `[1, T]` with the place of each in its sentence."""
+    real = inputs["attention_mask"].bool()
+    lengths = real.sum(1)
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    places = torch.arange(real.shape[1]).expand(real.shape)[real]
+    longest = int(lengths.max())
+    borders = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    hidden = model(input_ids=inputs["input_ids"][real][None], position_ids=places[None], **borders).last_hidden_state[0]
+    return torch.nn.functional.normalize(torch.segment_reduce(hidden, "mean", lengths=lengths), dim=-1)
+
+
 def trained(encoder, attention, packed):
     """The losses of the steps and, of the first one, the gradients; with the weights at the end."""
     encoder = copy.deepcopy(encoder)
     encoder.use(attention)
     (batch,) = encoder.batches(list(SENTENCES))
     order = batch.rows.argsort()
-    batch = batch.unpadded() if packed else batch
     optimiser = torch.optim.SGD(encoder.model.parameters(), lr=0.1)
     losses, gradients = [], {}
     for _ in range(STEPS):
         optimiser.zero_grad()
-        vectors = encoder.pool(batch)[order]
+        vectors = (pooled_unpadded(encoder.model, batch.inputs) if packed else encoder.pool(batch))[order]
         scores = 20 * vectors[::2] @ vectors[1::2].T
         loss = torch.nn.functional.cross_entropy(scores, torch.arange(len(scores)))
         loss.backward()

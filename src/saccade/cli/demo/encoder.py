@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +17,10 @@ _MAX_TOKENS = 128
 
 @dataclass(frozen=True)
 class Batch:
-    """Sentences of similar length, padded to the longest or one behind another; `rows` are their indices in the list."""
+    """Sentences of similar length, padded to the longest; `rows` are their indices in the list."""
 
     rows: Tensor
-    inputs: dict[str, Any]
-
-    def unpadded(self) -> Batch:
-        """The real tokens in one row, `[1, T]`, with the place of each in its sentence, and where sentences end."""
-        real = self.inputs["attention_mask"].bool()
-        lengths = real.sum(1)
-        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-        places = torch.arange(real.shape[1], device=real.device).expand(real.shape)[real]
-        longest = int(lengths.max())
-        inputs = {
-            "input_ids": self.inputs["input_ids"][real][None], "position_ids": places[None], "cu_seq_lens_q": ends,
-            "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest,
-        }  # fmt: skip
-        return Batch(self.rows, inputs)
+    inputs: dict[str, Tensor]
 
 
 class Encoder:
@@ -80,9 +66,6 @@ class Encoder:
     def pool(self, batch: Batch) -> Tensor:
         """Unit vectors of a batch in its own order, on the device, with gradients."""
         hidden = self.model(**batch.inputs).last_hidden_state.float()
-        if "cu_seq_lens_q" in batch.inputs:
-            means = torch.segment_reduce(hidden[0], "mean", lengths=batch.inputs["cu_seq_lens_q"].diff().long())
-            return torch.nn.functional.normalize(means, dim=-1)
         real = batch.inputs["attention_mask"].unsqueeze(-1)
         return torch.nn.functional.normalize((hidden * real).sum(1) / real.sum(1), dim=-1)
 

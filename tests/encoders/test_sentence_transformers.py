@@ -1,0 +1,116 @@
+"""What sentence-transformers builds around an encoder gives stock's results after `saccade.optimize`, in inference and in training."""
+
+from __future__ import annotations
+
+import copy
+import string
+
+import pytest
+import torch
+import transformers
+from encoders_made import SIZES
+
+import saccade
+
+sentence_transformers = pytest.importorskip("sentence_transformers")
+
+TEXTS = ["a cat sat", "dogs ran far away over the hills", "no", "it is a long way to the sea", "a cat", "the sea"]
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    """A WordPiece tokenizer of the letters, in a folder."""
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *string.ascii_lowercase, *(f"##{c}" for c in string.ascii_lowercase)]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces))
+    tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"), model_max_length=40)
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def saved(folder, class_name, config_name, changes=None):
+    """A tiny model of transformers beside the tokenizer; its weights are so large that outputs of sentences differ."""
+    torch.manual_seed(0)
+    config = getattr(transformers, config_name)(**SIZES, initializer_range=0.3, **(changes or {}))
+    getattr(transformers, class_name)(config).save_pretrained(folder)
+    return str(folder)
+
+
+def embedding_model(folder, pooling, *model):
+    """A SentenceTransformer of such a model."""
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    transformer = Transformer(saved(folder, *model))
+    pooled = Pooling(SIZES["hidden_size"], pooling_mode=pooling)
+    return sentence_transformers.SentenceTransformer(modules=[transformer, pooled], device="cpu").eval()
+
+
+BERT = ("BertModel", "BertConfig")
+QWEN = ("Qwen3Model", "Qwen3Config", {"num_key_value_heads": 2, "head_dim": 8})
+EMBEDDERS = {"bert": ("mean", *BERT), "bert-cls": ("cls", *BERT), "qwen3": ("lasttoken", *QWEN)}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_encode(tokenizer_folder, name, side):
+    model = embedding_model(tokenizer_folder, *EMBEDDERS[name])
+    model.tokenizer.padding_side = side
+    stock = model.encode(TEXTS, batch_size=4)
+    with saccade.optimize(model) as handle:
+        ours = model.encode(TEXTS, batch_size=4, convert_to_tensor=True)
+        # BERT's own pooler reads the first column, which is padding then
+        assert handle.served[0].last.startswith("stock: a padded position" if side == "left" and name != "qwen3" else "unpadded")
+    torch.testing.assert_close(ours, torch.as_tensor(stock), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.encode(TEXTS, batch_size=4), stock)
+    assert (ours[0] - ours[1]).abs().max() > 0.01
+
+
+def test_predict_of_a_cross_encoder(tokenizer_folder):
+    saved(tokenizer_folder, "BertForSequenceClassification", "BertConfig", {"num_labels": 1})
+    model = sentence_transformers.CrossEncoder(str(tokenizer_folder), device="cpu")
+    pairs = list(zip(TEXTS, reversed(TEXTS), strict=True))
+    stock = model.predict(pairs, batch_size=4)
+    with saccade.optimize(model) as handle:
+        ours = model.predict(pairs, batch_size=4)
+        assert handle.served[0].last == "unpadded"
+    torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(stock), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.predict(pairs, batch_size=4), stock)
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+def test_gradients_of_a_contrastive_loss(tokenizer_folder, name):
+    """Two forwards come before one backward; without dropout, as the model is in eval mode."""
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    ours = embedding_model(tokenizer_folder, *EMBEDDERS[name])
+    theirs = copy.deepcopy(ours)
+    handle = saccade.optimize(ours)
+    found = []
+    for model in (ours, theirs):
+        features = [model.tokenize(TEXTS[:3]), model.tokenize(TEXTS[3:])]
+        loss = MultipleNegativesRankingLoss(model)(features, None)
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    assert handle.served[0].last == "unpadded"
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
+
+
+def test_sparse_encoder(tokenizer_folder):
+    saved(tokenizer_folder, "BertForMaskedLM", "BertConfig")
+    model = sentence_transformers.SparseEncoder(str(tokenizer_folder), device="cpu")
+    stock = model.encode(TEXTS, batch_size=4, convert_to_sparse_tensor=False)
+    with saccade.optimize(model) as handle:
+        ours = model.encode(TEXTS, batch_size=4, convert_to_sparse_tensor=False)
+        assert handle.served[0].last == "unpadded"
+    torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(stock), rtol=1e-4, atol=1e-5)
+
+
+def test_multi_vector_encoder(tokenizer_folder):
+    saved(tokenizer_folder, *BERT)
+    model = sentence_transformers.MultiVectorEncoder(str(tokenizer_folder), device="cpu")
+    for encode in (model.encode_query, model.encode_document):
+        stock = encode(TEXTS, batch_size=4)
+        with saccade.optimize(model) as handle:
+            ours = encode(TEXTS, batch_size=4)
+            assert handle.served[0].last == "unpadded"
+        for x, y in zip(ours, stock, strict=True):
+            torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), rtol=1e-4, atol=1e-5)
