@@ -254,6 +254,24 @@ def test_too_many_tokens_for_the_positions():
         ours(torch.ones(1, 41, dtype=torch.long))
 
 
+def test_ids_and_mask_lie_together():
+    ours, _ = made("bert")
+    saccade.optimize(ours)
+    with pytest.raises(saccade.InvalidArgument, match="attention_mask lies on meta and input_ids on cpu; they must lie together"):
+        ours(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long, device="meta"))
+
+
+def test_ids_that_are_no_integers_get_stocks_error():
+    ours, theirs = made("bert")
+    saccade.optimize(ours)
+    errors = []
+    for model in (ours, theirs):
+        with pytest.raises(RuntimeError) as error:
+            model(torch.ones(1, 4))
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+
+
 def test_too_many_tokens_for_counted_positions():
     ours, _ = made("roberta")
     saccade.optimize(ours)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,15 @@ from saccade.encoders.families import Family, positions_of
 
 # rows of `Packed.numbers`
 IDS, POSITIONS, TYPES, PLACES = range(4)
+
+
+class Given(NamedTuple):
+    """A padded batch as a model is given it, each `[B, T]`: ids, the mask of real tokens, token types and positions."""
+
+    ids: Tensor
+    mask: Tensor | None
+    types: Tensor | None
+    positions: Tensor | None
 
 
 @dataclass
@@ -29,35 +38,19 @@ class Packed:
     longest: int
 
 
-def pack(
-    ids: Tensor,
-    mask: Tensor | None,
-    types: Tensor | None,
-    positions: Tensor | None,
-    family: Family,
-    padding: int,
-    reads_first: bool,
-) -> tuple[Packed, Tensor | bool]:
+def pack(given: Given, family: Family, padding: int, reads_first: bool) -> tuple[Packed, Tensor | bool]:
     """(the tokens of a padded batch, whether stock uses a padded position). The latter is a tensor on a GPU, where it is not waited for.
 
     Stock uses a position of mask 0 whose token is no padding, as ColBERT does; with `reads_first` also the first column of a row that is padded on
     the left, where a pooler or a head reads.
     """
-    pack_there = _on_the_device if ids.is_cuda else _on_the_host
-    return pack_there(ids, mask, types, positions, family, padding, reads_first)
+    return (_on_the_device if given.ids.is_cuda else _on_the_host)(given, family, padding, reads_first)
 
 
-def _on_the_host(
-    ids: Tensor,
-    mask: Tensor | None,
-    types: Tensor | None,
-    positions: Tensor | None,
-    family: Family,
-    padding: int,
-    reads_first: bool,
-) -> tuple[Packed, bool]:
+def _on_the_host(given: Given, family: Family, padding: int, reads_first: bool) -> tuple[Packed, bool]:
     import numpy as np  # transformers brings it; torch alone does not
 
+    ids, mask, types, positions = given
     rows, columns = ids.shape
     table = ids.numpy()
     real = np.ones(table.shape, dtype=bool) if mask is None else (mask != 0).numpy()
@@ -81,15 +74,8 @@ def _on_the_host(
     return packed, used
 
 
-def _on_the_device(
-    ids: Tensor,
-    mask: Tensor | None,
-    types: Tensor | None,
-    positions: Tensor | None,
-    family: Family,
-    padding: int,
-    reads_first: bool,
-) -> tuple[Packed, Tensor]:
+def _on_the_device(given: Given, family: Family, padding: int, reads_first: bool) -> tuple[Packed, Tensor]:
+    ids, mask, types, positions = given
     rows, columns = ids.shape
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
     used = ((ids != padding) & ~real).any()

@@ -15,7 +15,7 @@ from torch import Tensor
 from saccade.encoders import attention, families
 from saccade.encoders.attention import Borders
 from saccade.encoders.capacity import capacity
-from saccade.encoders.packing import Packed, pack, unpack
+from saccade.encoders.packing import Given, Packed, pack, unpack
 from saccade.encoders.state import State
 from saccade.engine.calls import read_later
 from saccade.engine.problem import captured
@@ -85,7 +85,7 @@ class Served:
 
     def _refused(self, given: dict[str, Any]) -> str:
         ids, mask, config = given.get("input_ids"), given.get("attention_mask"), self.model.config
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.numel() == 0:
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
             return "it has no input_ids `[B, T]`"
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
             return f"its mask has shape {list(getattr(mask, 'shape', ()))} and is no key padding `[B, T]`"
@@ -107,13 +107,16 @@ class Served:
                 f"input_ids have {ids.shape[1]} tokens a row; the positions of {type(self.model).__name__} end at {longest}"
             )
         device = self.state.tensors[0].device
+        for name, x in zip(_PACKED[1:], (mask, types, positions), strict=True):
+            if x is not None and x.device != ids.device:
+                raise InvalidArgument(f"{name} lies on {x.device} and input_ids on {ids.device}; they must lie together")
         if ids.is_cuda and ids.device != device:
             raise InvalidArgument(f"input_ids lie on {ids.device} and the model on {device}; ids on the host are brought there")
         if device.type == "cuda" and not ids.is_cuda and ids.numel() > _PACKED_ON_HOST:
             ids = ids.to(device, non_blocking=True)
             mask, types, positions = (x if x is None else x.to(device, non_blocking=True) for x in (mask, types, positions))
         reads_first = not self.family.causal and (self.has_head or getattr(self.model, "pooler", None) is not None)
-        batch, used = pack(ids, mask, types, positions, self.family, self.padding, reads_first)
+        batch, used = pack(Given(ids, mask, types, positions), self.family, self.padding, reads_first)
         last = batch.longest + self.padding
         if (
             self.family.positions == "counted"
