@@ -286,6 +286,35 @@ def test_a_capture_that_fails_falls_back_and_says_so(monkeypatch, caplog):
     assert "no capture today" in handle.explain()
 
 
+def test_threads_with_streams_of_their_own():
+    import threading
+
+    ours, theirs = pair()
+    saccade.optimize(ours)
+    batches = [on_gpu(padded((5 + i, 9, 30), seed=i)) for i in range(4)]
+    with torch.no_grad():
+        expected = [hidden(theirs, *batch) for batch in batches]
+        hidden(ours, *batches[0])
+    torch.cuda.synchronize()
+    wrong = []
+
+    def work(i):
+        ids, mask = batches[i]
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            for _ in range(50):
+                got = hidden(ours, ids, mask)
+                torch.cuda.current_stream().synchronize()
+                if error(got[mask.bool()], expected[i][mask.bool()]) > 1e-5:
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
 def test_more_rows_than_tokens():
     ours, theirs = pair()
     handle = saccade.optimize(ours)

@@ -7,6 +7,7 @@ one side stream, whose cuBLAS workspace is allocated before the first capture an
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,6 +76,20 @@ class Inputs:
         numbers = self.numbers
         found = {"input_ids": numbers[IDS][None], "position_ids": numbers[POSITIONS][None]}
         return found | ({"token_type_ids": numbers[TYPES][None]} if types else {})
+
+
+class Turns:
+    """Memory that one stream uses after another: a thread that has a stream of its own waits for what the last one has launched."""
+
+    def __init__(self) -> None:
+        self.last: torch.cuda.Stream | None = None
+
+    def take(self, device: torch.device) -> None:
+        """The current stream uses the memory from here on."""
+        current = torch.cuda.current_stream(device)
+        if self.last is not None and self.last != current:
+            current.wait_stream(self.last)
+        self.last = current
 
 
 @contextmanager
@@ -187,6 +202,7 @@ class Gradients:
             first = used[x.dtype]
             self.views.append(self.flat[x.dtype][first : first + x.numel()].view(x.shape))
             used[x.dtype] = first + x.numel()
+        self.lock, self.turns = threading.Lock(), Turns()
         self.by_dtype = {dtype: [i for i, x in enumerate(parameters) if x.dtype == dtype] for dtype in sizes}
 
     def copies(self, used: list[bool]) -> list[Tensor | None]:
@@ -259,8 +275,11 @@ class _Replayed(torch.autograd.Function):
             )
         if sum([x._version for x in ctx.parameters]) != ctx.versions:
             raise RuntimeError("a parameter of an optimised encoder was changed in place between its forward and its backward")
-        training.dhidden.copy_(dhidden)
-        training.backward.replay()
-        found = training.gradients.copies(training.used)
+        gradients = training.gradients
+        with gradients.lock:  # another thread's backward writes the same buffers
+            gradients.turns.take(dhidden.device)
+            training.dhidden.copy_(dhidden)
+            training.backward.replay()
+            found = gradients.copies(training.used)
         ctx.ticket.give_back()
         return None, *found

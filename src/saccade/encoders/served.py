@@ -206,7 +206,10 @@ class _Gpu:
         self.served, self.device = served, device
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
+        from saccade.encoders.graphs import Turns
+
         self.slots: list[Any] = []
+        self.turns = Turns()
         self.gradients: dict[tuple, Any] = {}
         self.limit = int(torch.cuda.mem_get_info(device)[0] * served.share)
 
@@ -218,6 +221,7 @@ class _Gpu:
             served.last = f"unpadded: {served.failed or 'every captured forward waits for its backward'}"
             return served._eager(batch, self.device)
         served.last = f"captured: {batch.tokens} tokens in a graph of {graph.inputs.capacity}"
+        self.turns.take(self.device)
         if not trains:
             return unpack(graph(batch), graph.inputs.places(batch.tokens), batch.shape)
         rows = graph(batch, served.state.parameters)
