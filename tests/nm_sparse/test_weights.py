@@ -132,7 +132,7 @@ QUERY = torch.randn(1, 2, 8, 16)
         (lambda: scores(QUERY, QUERY, pattern="2:2"), saccade.InvalidArgument, "keeps every key"),
         (lambda: scores(QUERY.double(), QUERY.double(), pattern="1:2"), saccade.InvalidArgument, "bfloat16, float16 and float32"),
         (lambda: scores(QUERY, QUERY[..., :8], pattern="1:2"), saccade.InvalidArgument, "head dims of query and key differ"),
-        (lambda: scores(QUERY, QUERY, pattern="1:2", backend="short"), saccade.InvalidArgument, "'short'; allowed are auto, mma_sp"),
+        (lambda: scores(QUERY, QUERY, pattern="1:2", backend="short"), saccade.InvalidArgument, "'short'; allowed are 'auto', 'mma_sp'"),
         (
             lambda: scores(QUERY, QUERY, pattern="1:2", block_mask=torch.ones(1, 1, 2, 1, dtype=torch.bool)),
             saccade.InvalidArgument,

@@ -37,6 +37,15 @@ def check_kinds(**given: Any) -> None:
             raise InvalidArgument(f"{name} is {kind}; it must be a dense torch.Tensor")
 
 
+def check_kinds_but_sharded(**given: Any) -> None:
+    """`check_kinds` of what may be a DTensor, whose parts are checked later.
+
+    Raises:
+        InvalidArgument: as `check_kinds`.
+    """
+    check_kinds(**{name: x for name, x in given.items() if not hasattr(x, "device_mesh")})
+
+
 def brings_its_own(kind: Any) -> bool:
     """Whether a subclass of `torch.Tensor` says itself what torch's operations do with it. A stand-in of torch for a plain tensor does not."""
     if kind.__module__.startswith("torch.") and kind.__name__ in _STAND_INS:

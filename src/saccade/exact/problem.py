@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from saccade.engine.kinds import check_kinds
+from saccade.engine.kinds import check_kinds_but_sharded
 from saccade.engine.problem import Problem, describe, repeated_by_cpp
 from saccade.errors import InvalidArgument
 
@@ -97,7 +97,7 @@ def _joined(shapes: list[torch.Size]) -> torch.Size | None:
 
 def check_packed(qkv: Tensor) -> None:
     """Check the input of `attention_qkvpacked`: `[B, S, 3, H, D]` with contiguous last dim."""
-    check_kinds(qkv=qkv)
+    check_kinds_but_sharded(qkv=qkv)
     if not isinstance(qkv, Tensor):
         raise InvalidArgument(f"qkv is a {type(qkv).__name__}; it must be a torch.Tensor of shape [B, S, 3, H, D]")
     if qkv.dim() != 5 or qkv.shape[2] != 3:

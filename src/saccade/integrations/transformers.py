@@ -67,7 +67,7 @@ def register(name: str = "saccade", *, backend: str = "auto") -> Registration:
         SaccadeError: transformers is not installed.
     """
     forward = functools.partial(attention_forward, backend=backend)
-    return _register(name, forward, backend, [b.name for b in ATTENTION_BACKENDS], exact=backend == "auto")
+    return _register(name, forward, backend, [b.name for b in ATTENTION_BACKENDS], exact=True)
 
 
 def register_nm_sparse(
@@ -105,7 +105,7 @@ def _register(name: str, forward: Callable[..., Any], backend: str, backends: li
     known = ("auto", *backends)
     check_choice("backend", backend, known)
     check_name(name, _REGISTERED)
-    return Registration(name, forward, boolean_mask, _REGISTERED, lambda name: None, exact)
+    return Registration(name, forward, boolean_mask, _REGISTERED, lambda name: None, exact and backend == "auto")
 
 
 def check_name(name: str, registered: set[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.engine.arguments import FLOATING, check_flag, real_number, shown
-from saccade.engine.kinds import check_kinds
+from saccade.engine.kinds import check_kinds_but_sharded
 from saccade.errors import InvalidArgument
 
 
@@ -74,7 +74,7 @@ def check_module(name: str, module: Any) -> None:
 
 def check_tokens(x: Tensor, embed_dim: int, name: str = "x") -> None:
     """Raise unless x is `[B, S, embed_dim]`."""
-    check_kinds(**{name: x})
+    check_kinds_but_sharded(**{name: x})
     if not isinstance(x, Tensor):
         raise InvalidArgument(f"{name} is a {type(x).__name__}; it must be a torch.Tensor of shape [B, S, {embed_dim}]")
     if x.dim() != 3 or x.shape[-1] != embed_dim:

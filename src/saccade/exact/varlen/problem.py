@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.engine.arguments import FLOATING, check_flag, check_grouped, check_probability, check_scale, check_tensors
 from saccade.engine.calls import values_known
-from saccade.engine.kinds import check_kinds
+from saccade.engine.kinds import check_kinds, check_kinds_but_sharded
 from saccade.engine.problem import DTYPE_NAMES, replayed
 from saccade.env import check_lengths
 from saccade.errors import InvalidArgument
@@ -168,7 +168,7 @@ def describe_as_packed(
 
 def check_packed_varlen(qkv: Any) -> None:
     """Check the input of `attention_varlen_qkvpacked`: `[T, 3, H, D]`."""
-    check_kinds(qkv=qkv)
+    check_kinds_but_sharded(qkv=qkv)
     if not isinstance(qkv, Tensor):
         raise InvalidArgument(f"qkv is a {type(qkv).__name__}; it must be a torch.Tensor of shape [T, 3, H, D]")
     if qkv.dim() != 4 or qkv.shape[1] != 3:
