@@ -22,7 +22,11 @@ class Tables(BuildHookInterface):
             build_data["force_include"] |= {
                 str(p): f"saccade/benchmarks/{p.relative_to(folder).as_posix()}" for p in tables(folder)
             }
-            warn_of_unknown(Path(self.root))
+            # read when files are collected, which is after the hooks
+            self.build_config.target_config["exclude"] = [
+                *self.build_config.target_config.get("exclude", []),
+                *(f"/src/{name}" for name in unknown(Path(self.root))),
+            ]
 
 
 def tables(folder: Path) -> list[Path]:
@@ -34,13 +38,9 @@ def tables(folder: Path) -> list[Path]:
     return found if known is None else [path for path in found if path.relative_to(folder).as_posix() in known]
 
 
-def warn_of_unknown(root: Path) -> None:
-    """Name the files under src that git does not know: they go into the wheel, and a build hook cannot leave them out."""
-    unknown = _ls_files(root / "src", "--others", "--exclude-standard") if (root / ".git").exists() else None
-    if unknown:
-        warnings.warn(
-            f"git does not know these files of {root / 'src'}, which go into the wheel: {', '.join(unknown)}", stacklevel=2
-        )
+def unknown(root: Path) -> list[str]:
+    """Files under src that git does not know: nobody's own experiments go into a wheel."""
+    return (_ls_files(root / "src", "--others", "--exclude-standard") if (root / ".git").exists() else None) or []
 
 
 def _ls_files(folder: Path, *options: str) -> list[str] | None:

@@ -12,7 +12,6 @@ import sys
 import tarfile
 import tomllib
 import venv
-import warnings
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,27 +174,22 @@ def test_only_tables_that_git_knows_go_into_a_wheel(hook, tmp_path):
         assert "zz_local.py" in names()
 
 
-def test_a_file_under_src_that_git_does_not_know_is_named(hook, tmp_path):
-    build = hook.Tables()
-    build.root, into = str(tmp_path), {"force_include": {}}
+def test_a_file_under_src_that_git_does_not_know_is_left_out(hook, tmp_path):
+    build, target = hook.Tables(), {"exclude": ["*.tmp"]}
+    build.root, build.build_config = str(tmp_path), SimpleNamespace(target_config=target)
     package = tmp_path / "src" / "saccade"
     package.mkdir(parents=True)
     (tmp_path / "benchmarks").mkdir()
     for name in ("ours.py", "mine.py", "ignored.log"):
         (package / name).write_text("")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        build.initialize("standard", into)  # a source distribution, without .git
+    build.initialize("standard", {"force_include": {}})  # a source distribution, without .git
+    assert target["exclude"] == ["*.tmp"]
     git = ["git", "-C", str(tmp_path), "-c", "safe.directory=*"]
     subprocess.run([*git, "init", "--quiet"], check=True)
     (tmp_path / ".gitignore").write_text("*.log")
     subprocess.run([*git, "add", "src/saccade/ours.py"], check=True)
-    with pytest.warns(UserWarning, match=r"git does not know these files of .*src, which go into the wheel: saccade/mine\.py$"):
-        build.initialize("standard", into)
-    subprocess.run([*git, "add", "src"], check=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        build.initialize("standard", into)
+    build.initialize("standard", {"force_include": {}})
+    assert target["exclude"] == ["*.tmp", "/src/saccade/mine.py"]
 
 
 @pytest.mark.slow
