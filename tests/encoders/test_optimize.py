@@ -279,6 +279,36 @@ def test_too_many_tokens_for_counted_positions():
         ours(torch.full((1, 39), 5))
 
 
+def test_a_model_that_does_not_run_as_its_family_says_is_stock(monkeypatch, caplog):
+    ours, theirs = made("bert")
+    handle = saccade.optimize(ours.eval())
+    monkeypatch.setattr(families, "layers_of", lambda config: 3)
+    batch = padded((5, 9))
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(ours(*batch)[0], theirs.eval()(*batch)[0])
+    assert "called its attention 2 times for 3 layers" in handle.explain()
+    assert caplog.text.count("it runs as stock") == 1
+
+
+def test_restore_keeps_what_others_chose():
+    ours, _ = made("bert")
+    forward = ours.forward
+    ours.forward = forward  # as accelerate puts one there
+    handle = saccade.optimize(ours)
+    ours.set_attn_implementation("eager")
+    handle.restore()
+    assert ours.__dict__["forward"] is forward
+    assert ours.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("bad", [{"sequences": 0}, {"sequences": "x"}, {"train": "yes"}], ids=str)
+def test_prepare_checks_its_options(bad):
+    handle = saccade.optimize(made("bert")[0])
+    with pytest.raises(saccade.InvalidArgument, match=f"{next(iter(bad))} is"):
+        handle.prepare(100, **bad)
+
+
 def test_every_family_has_a_tiny_model_here():
     kinds = {getattr(transformers, config)().model_type for _, config, _ in MODELS.values()}
     assert kinds <= set(families.FAMILIES)

@@ -12,6 +12,7 @@ from torch import nn
 from saccade.encoders import attention, families
 from saccade.encoders.capacity import capacities
 from saccade.encoders.served import Served
+from saccade.engine.arguments import check_flag
 from saccade.errors import InvalidArgument, SaccadeError
 from saccade.hardware import has_package
 
@@ -44,7 +45,7 @@ class Optimized:
 
     def __init__(self, served: list[Served], left: list[str]):
         self.served, self._left = served, left
-        self._before = [(s.model, s.model.config._attn_implementation) for s in served]
+        self._before = [(s.model.config._attn_implementation, s.model.__dict__.get("forward")) for s in served]
         for one in served:
             one.model.set_attn_implementation(attention.NAME)
             one.model.forward = _Forward(one)
@@ -62,10 +63,14 @@ class Optimized:
 
     def restore(self) -> None:
         """Make every model what it was, and free all graphs. Safe to call again."""
-        for one, (model, implementation) in zip(self.served, self._before, strict=True):
+        for one, (implementation, forward) in zip(self.served, self._before, strict=True):
+            model = one.model
             if isinstance(model.__dict__.get("forward"), _Forward):
                 del model.forward
-            model.set_attn_implementation(implementation)
+                if forward is not None:  # somebody else's, as accelerate puts one there
+                    model.forward = forward
+            if model.config._attn_implementation == attention.NAME:  # else the user has chosen another since
+                model.set_attn_implementation(implementation)
             one.graphs.clear()
             one._gpu = None
         self.served, self._before = [], []
@@ -79,17 +84,19 @@ class Optimized:
             train: capture forward and backward; else the forward alone.
 
         Raises:
-            InvalidArgument: a number of tokens that is no positive int.
+            InvalidArgument: a number of tokens or sequences that is no positive int.
         """
         from rich.progress import track
 
-        numbers = [tokens] if isinstance(tokens, int) and not isinstance(tokens, bool) else tokens
-        if not isinstance(numbers, list) or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers):
+        numbers = tokens if isinstance(tokens, list) else [tokens]
+        if not all(map(_is_positive, numbers)):
             raise InvalidArgument(f"tokens is {tokens!r}; it must be a positive int, or a list of them")
+        if sequences is not None and not _is_positive(sequences):
+            raise InvalidArgument(f"sequences is {sequences!r}; it must be a positive int, or None")
         sizes = capacities(tokens) if isinstance(tokens, int) else numbers
         for one in self.served:
             for size in track(sizes, description=f"capturing {type(one.model).__name__}"):
-                one.prepare([size], train, lambda _: None)
+                one.prepare(size, check_flag("train", train))
 
     def explain(self) -> str:
         """What is served and how, what was left as it is and why, and the memory of the graphs."""
@@ -103,6 +110,10 @@ class Optimized:
             if parameter.dtype == torch.float32 and parameter.device.type == "cuda":
                 lines.append("  float32: model.to(torch.bfloat16) or autocast would use the 16-bit matrix units")
         return "\n".join([*lines, *self._left])
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
 def _how(one: Served) -> str:

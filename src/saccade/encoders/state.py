@@ -23,7 +23,7 @@ def autocast_of(device: torch.device) -> torch.dtype | None:
 class State:
     """Reads the state of a model, as a number: the same for the same parameters at the same addresses, modes and switches.
 
-    It is read at each call, so the modules are listed once, and again when one of them holds another part: 40 us for BERT-base in place of 600.
+    It is read at each call, so the modules are listed once, and again when one of them holds another part: for MiniLM 0.09 ms in place of 0.62, on a slow core.
     """
 
     def __init__(self, model: nn.Module):

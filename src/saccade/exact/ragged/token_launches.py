@@ -17,7 +17,7 @@ from saccade.launch.triton import launch_any
 from saccade.nvrtc.capture import capture_id
 
 # Numbers (tokens x heads x D, D a power of two) up to which token tiles are one launch each way. In a CUDA graph on an H100, us forward + backward,
-# buckets of lengths in brackets, 12 heads, mean 20 tokens: D = 64, 64 sequences 20 (52), 256 sequences 57 (80), 1,024 sequences 194 (184).
+# buckets of lengths in brackets, 12 heads, mean 20 tokens, the best shapes: D = 64, 64 sequences 20 (52), 256 sequences 57 (80), 1,024 sequences 194 (184).
 MOST_NUMBERS = 2**23
 _MAX_DIM = 64
 _BLOCK = 128  # tokens of a program of `bounds_kernel`
@@ -34,7 +34,7 @@ class TokenConfig(NamedTuple):
 
 
 def config_of(direction: str, element_size: int, arch: int) -> TokenConfig:
-    """The fastest of five forward and six backward shapes on an H100 at D = 32 and 64; float32, which has no matrix unit, takes small tiles.
+    """Of five forward and six backward shapes one that was fastest or near it at most sizes on an H100, at D = 32 and 64. float32, which has no matrix unit, takes small tiles.
 
     Backward takes 64 rows where that was measured and on sm_100. Elsewhere they spill, with grouped heads and dropout 1,624 bytes a thread on sm_80
     and 1,720 on sm_120.
