@@ -141,8 +141,10 @@ def main(words: list[str] | None = None, suites: tuple[Suite, ...] = SUITES) -> 
     parser.add_argument("--only", action="append", choices=names, help="only this suite; may be repeated")
     parser.add_argument("-k", help="only tests of that expression, as pytest takes it")
     parser.add_argument("--minutes", type=float, default=120.0, help="the most that one run of a suite may take; 120 by default")
+    parser.add_argument("--processes", type=int, default=1, help="how many tests run at a time, by pytest-xdist; 1 by default")
     given = parser.parse_args(words)
     options = [] if given.k is None else ["-k", given.k]
+    options += ["-n", str(given.processes)] if given.processes > 1 else []
     runs: dict[str, tuple[Run, Run]] = {}
     sentences = []
     for suite in (s for s in suites if s.name in (given.only or names)):

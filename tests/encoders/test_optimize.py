@@ -386,7 +386,7 @@ def test_parameters_of_another_type_run_without_graphs():
     ours.encoder.layer[0].output.dense.weight.__class__ = Weight
     handle = saccade.optimize(ours.eval())
     handle.served[0].state.read()
-    assert handle.served[0].state.watched() == "its parameters are of the type Weight"
+    assert handle.served[0].state.watched == "its parameters are of the type Weight"
     batch = padded((5, 9))
     with torch.no_grad():
         torch.testing.assert_close(ours(*batch)[0][batch[1].bool()], theirs.eval()(*batch)[0][batch[1].bool()])

@@ -144,7 +144,7 @@ class Served:
 
     def _hidden(self, batch: Packed, state: int) -> Tensor:
         """The last layer, padded."""
-        device, watched = self.state.tensors[0].device, self.state.watched()
+        device, watched = self.state.tensors[0].device, self.state.watched
         if device.type != "cuda" or watched or self.failed:
             self.last = f"unpadded{f': {watched or self.failed}' if device.type == 'cuda' else ''}"
             return self._eager(batch, device)

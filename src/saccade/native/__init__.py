@@ -1,6 +1,6 @@
 """Repeats earlier calls from C++, at a few microseconds of host time; knows no operation.
 
-`calls` is the compiled module that remembers these calls. It is None without a C++ compiler or a GPU, with `SACCADE_NATIVE=0`,
+`calls` holds these calls, and `module` the functions of the compiled module. Both are None without a C++ compiler or a GPU, with `SACCADE_NATIVE=0`,
 and until it is compiled. Python makes the calls that it does not know, with the same result, so that only time depends on it.
 """
 
@@ -12,9 +12,10 @@ from typing import Any
 
 from saccade.native.build import Build, status
 
-__all__ = ["calls", "finish", "forget", "start", "status"]
+__all__ = ["calls", "finish", "forget", "module", "start", "status"]
 
 calls: Any = None
+module: Any = None
 # whether this process is a child of a fork, with none of the threads of its parent
 forked = False
 _build: Build | None = None
@@ -45,10 +46,10 @@ def finish(ready: Callable[[], None], seconds: float) -> bool:
     return calls is not None
 
 
-def _use(module: Any, ready: Callable[[], None]) -> None:
-    global calls
-    if module is not None and module.has_driver():
-        calls = module.Memory()
+def _use(loaded: Any, ready: Callable[[], None]) -> None:
+    global calls, module
+    if loaded is not None and loaded.has_driver():
+        module, calls = loaded, loaded.Memory()
         ready()
 
 

@@ -19,6 +19,7 @@
 #include "autograd.hpp"
 #include "description.hpp"
 #include "lookup.hpp"
+#include "state.hpp"
 
 namespace {
 
@@ -370,6 +371,7 @@ PyTypeObject memory_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 PyMethodDef functions[] = {
     {"use_driver", FAST(use_driver), METH_FASTCALL, "use_driver(launch, current_stream, encode, captures): addresses of what launches, gives streams, encodes tensor maps and knows captures."},
+    {"state_of", FAST(state_of), METH_FASTCALL, "state_of(dicts, hooks, owns): what a captured graph of a model depends on, as bytes."},
     {"has_driver", reinterpret_cast<PyCFunction>(has_driver), METH_NOARGS, "Whether kernels can be launched."},
     {nullptr, nullptr, 0, nullptr},
 };
