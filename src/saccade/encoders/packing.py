@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade import native
 from saccade.encoders.families import Family, positions_of
 
 # rows of `Packed.numbers`
@@ -48,6 +49,17 @@ def pack(given: Given, family: Family, padding: int, reads_first: bool) -> tuple
 
 
 def _on_the_host(given: Given, family: Family, padding: int, reads_first: bool) -> tuple[Packed, bool]:
+    found = None
+    if native.module is not None:
+        found = native.module.pack(*given, padding, family.positions == "counted", reads_first)
+    if found is None:
+        return _by_numpy(given, family, padding, reads_first)
+    numbers, ends, longest, used = found
+    rows, columns = given.ids.shape
+    return Packed((rows, columns), numbers.shape[1], numbers.numpy(), ends.numpy(), longest), used
+
+
+def _by_numpy(given: Given, family: Family, padding: int, reads_first: bool) -> tuple[Packed, bool]:
     import numpy as np  # transformers brings it; torch alone does not
 
     ids, mask, types, positions = given

@@ -1,0 +1,54 @@
+"""C++ packs a batch on the host as numpy does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from saccade import native
+from saccade.encoders import packing
+from saccade.encoders.families import Family
+from saccade.native.build import Build
+
+
+@pytest.fixture
+def module(monkeypatch):
+    monkeypatch.setenv("SACCADE_NATIVE", "1")
+    found = Build().wait()
+    if found is None:
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(native, "module", found)
+    return found
+
+
+def _batch(seed: int):
+    made = torch.Generator().manual_seed(seed)
+    rows, columns = (int(torch.randint(1, most, (), generator=made)) for most in (6, 12))
+    ids = torch.randint(0, 5, (rows, columns), generator=made)
+    mask = torch.randint(0, 2, (rows, columns), generator=made) if seed % 4 else None
+    types = torch.randint(0, 2, (rows, columns), generator=made) if seed % 3 else None
+    positions = torch.randint(0, 9, (1 if seed % 2 else rows, columns), generator=made) if seed % 5 == 0 else None
+    if seed % 7 == 0:  # views with other strides
+        ids = torch.stack([ids, ids + 1], 2)[..., 0]
+        mask = None if mask is None else mask.t().contiguous().t()
+    return packing.Given(ids, mask, types, positions)
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("counts", ["columns", "counted"])
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_as_numpy(module, seed, counts, reads_first):
+    given, family, padding = _batch(seed), Family(counts), seed % 2
+    ours, used = packing._on_the_host(given, family, padding, reads_first)
+    want, expected = packing._by_numpy(given, family, padding, reads_first)
+    assert (ours.shape, ours.tokens, ours.longest, used) == (want.shape, want.tokens, want.longest, expected)
+    np.testing.assert_array_equal(ours.numbers, want.numbers)
+    np.testing.assert_array_equal(ours.ends, want.ends)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_other_dtypes_are_packed_by_numpy(module, dtype):
+    given = packing.Given(torch.tensor([[1, 2, 0]]), torch.tensor([[1, 1, 0]], dtype=dtype), None, None)
+    assert (module.pack(*given, 0, False, False) is None) == (dtype == torch.int32)
+    assert packing._on_the_host(given, Family("columns"), 0, False)[0].numbers[0].tolist() == [1, 2]
