@@ -2,30 +2,29 @@
 #pragma once
 
 #include <Python.h>
-#include <optional>
+#include <vector>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace {
 
-// A table `[rows, columns]` of int64, whose rows may be one.
+// A table `[rows, columns]` of int64, whose rows may be one and lie apart; its columns lie side by side.
 struct Table {
     const int64_t* numbers = nullptr;
-    int64_t row = 0, column = 0;
+    int64_t stride = 0;
 
-    bool is_given() const { return numbers != nullptr; }
-    int64_t at(int64_t i, int64_t j) const { return numbers[i * row + j * column]; }
+    const int64_t* row(int64_t i) const { return numbers ? numbers + i * stride : nullptr; }
 };
 
-// False for what Python has to handle: another dtype, device or shape.
+// False for what Python has to handle: another dtype, device, shape or layout.
 bool read_table(PyObject* given, int64_t rows, int64_t columns, Table& table) {
     if (given == Py_None) return true;
     if (!THPVariable_Check(given)) return false;
     const at::Tensor& tensor = THPVariable_Unpack(given);
     if (!tensor.is_cpu() || tensor.scalar_type() != at::kLong || tensor.layout() != at::kStrided || tensor.dim() != 2) return false;
-    if ((tensor.size(0) != rows && tensor.size(0) != 1) || tensor.size(1) != columns) return false;
-    table = {tensor.const_data_ptr<int64_t>(), tensor.size(0) == 1 ? 0 : tensor.stride(0), tensor.stride(1)};
+    if ((tensor.size(0) != rows && tensor.size(0) != 1) || tensor.size(1) != columns || (columns > 1 && tensor.stride(1) != 1)) return false;
+    table = {tensor.const_data_ptr<int64_t>(), tensor.size(0) == 1 ? 0 : tensor.stride(0)};
     return true;
 }
 
@@ -46,27 +45,32 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     int64_t tokens = 0, longest = 0;
     bool used = false;
     end[0] = 0;
+    std::vector<int64_t> lasts(rows);  // columns of a row up to its last real token
     for (int64_t i = 0; i < rows; ++i) {
-        const int64_t before = tokens;
-        for (int64_t j = 0; j < columns; ++j) {
-            if (!mask.is_given() || mask.at(i, j)) ++tokens;
-            else used |= ids.at(i, j) != padding;
+        const int64_t *id = ids.row(i), *real = mask.row(i);
+        int64_t last = columns, here = real ? 0 : columns, hidden = 0;
+        for (; real && last > 0 && !real[last - 1]; --last) hidden += id[last - 1] != padding;
+        for (int64_t j = 0; real && j < last; ++j) {
+            here += real[j] != 0;
+            hidden += (real[j] == 0) & (id[j] != padding);
         }
-        used |= reads_first && tokens > before && mask.is_given() && !mask.at(i, 0);
-        longest = std::max(longest, tokens - before);
+        lasts[i] = last;
+        used |= hidden > 0 || (reads_first && here && real && !real[0]);
+        longest = std::max(longest, here);
+        tokens += here;
         end[i + 1] = static_cast<int32_t>(tokens);
     }
     at::Tensor numbers = at::empty({4, tokens}, at::kLong);
     int64_t* out = numbers.mutable_data_ptr<int64_t>();
-    int64_t place = 0;
     for (int64_t i = 0; i < rows; ++i) {
-        int64_t seen = 0;  // tokens that are no padding, whatever the mask says of them
-        for (int64_t j = 0; j < columns; ++j) {
-            seen += ids.at(i, j) != padding;
-            if (mask.is_given() && !mask.at(i, j)) continue;
-            out[place] = ids.at(i, j);
-            out[tokens + place] = positions.is_given() ? positions.at(i, j) : !counted ? j : ids.at(i, j) != padding ? seen + padding : padding;
-            out[2 * tokens + place] = types.is_given() ? types.at(i, j) : 0;
+        const int64_t *id = ids.row(i), *real = mask.row(i), *type = types.row(i), *position = positions.row(i);
+        int64_t place = end[i], seen = 0;  // seen: tokens that are no padding, whatever the mask says of them
+        for (int64_t j = 0; j < lasts[i]; ++j) {
+            seen += id[j] != padding;
+            if (real && !real[j]) continue;
+            out[place] = id[j];
+            out[tokens + place] = position ? position[j] : !counted ? j : id[j] != padding ? seen + padding : padding;
+            out[2 * tokens + place] = type ? type[j] : 0;
             out[3 * tokens + place] = i * columns + j;
             ++place;
         }
