@@ -34,7 +34,7 @@ class Architecture:
     @property
     def is_text(self) -> bool:
         """Whether it reads tokens; else it reads images."""
-        return self.kind == "Bert"
+        return self.kind in ("Bert", "XLMRoberta")
 
     @property
     def tokens(self) -> int:
@@ -62,6 +62,9 @@ MINILM = Architecture(
     {"add_pooling_layer": False},
 )  # fmt: skip
 BERT = Architecture("BERT-base", "Bert", _BASE, "first", {"add_pooling_layer": False})
+XLMR = Architecture(
+    "XLM-R-base", "XLMRoberta", {**_BASE, "vocab_size": 30522, "pad_token_id": 0, "max_position_embeddings": 514}, "mean", {"add_pooling_layer": False},
+)  # fmt: skip
 _IMAGE = {"image_size": 224, "patch_size": 16}
 VIT = Architecture("ViT-B/16", "ViT", {**_BASE, **_IMAGE}, "first", {"add_pooling_layer": False})
 CLIP = Architecture("CLIP ViT-L/14", "CLIPVision", {**_LARGE, "intermediate_size": 4096, "image_size": 224, "patch_size": 14})

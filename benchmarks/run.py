@@ -27,13 +27,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None, help=f"folder of the results (default: {results_folder()}/<gpu>)")
     parser.add_argument("--repeat-ms", type=int, default=40)
     parser.add_argument(
-        "--rows", nargs="+", default=[], metavar="NAME", help="of `models`: only these models, features or directions"
+        "--rows", nargs="+", default=[], metavar="NAME", help="of `models` and `encoders`: only rows with one of these words"
     )
     parser.add_argument("--no-gate", action="store_true", help="skip the check of correctness that comes first")
     parser.add_argument("--plot-only", action="store_true", help="draw the plot again from the committed CSV")
     options = parser.parse_args()
-    if options.rows and options.table != "models":
-        parser.error(f"--rows is for the table models; {options.table} is measured as a whole")
+    if options.rows and options.table not in ("models", "encoders"):
+        parser.error(f"--rows is for the tables models and encoders; {options.table} is measured as a whole")
     if options.plot_only:
         folder = options.out or results_folder() / "h200"
     else:

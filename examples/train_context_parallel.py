@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import pydoc_data.topics
+import statistics
 import sys
 import time
 from typing import NamedTuple
@@ -150,7 +151,7 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
         fully_shard(layer, mesh=everyone)
     fully_shard(model, mesh=everyone)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
-    text, losses = corpus(), []
+    text, losses, took = corpus(), [], []
     for step in range(options.steps):
         began = time.perf_counter()
         start = (step * (ranks // context) + rank // context) * options.tokens
@@ -165,7 +166,11 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
         dist.all_reduce(total)
         losses.append(total.item() / ranks)
         if rank == 0:
-            print(f"step {step:3d}  loss {losses[-1]:.4f}  {time.perf_counter() - began:.2f} s", flush=True)
+            took.append(time.perf_counter() - began)
+            print(f"step {step:3d}  loss {losses[-1]:.4f}  {took[-1]:.2f} s", flush=True)
+    if rank == 0 and len(took) > 1:
+        seconds = statistics.median(took[1:])  # the first step compiles
+        print(f"{ranks // context * options.tokens / seconds:,.0f} tokens/s on {ranks} ranks, by the median step", flush=True)
     return losses
 
 

@@ -1,9 +1,13 @@
-"""Whole text encoders as a user calls them, one line apart: `saccade.optimize(model)`. MiniLM and BERT-base on real text, random weights.
+"""Whole text encoders as a user calls them, one line apart: `saccade.optimize(model)`. Real text, random weights.
 
-Forward rows run from the tokenizer's padded tensors on the host to embeddings on the host, one pass over a corpus sorted by length. Training rows run
-from a padded batch on the host to updated parameters: linear head, cross entropy, gradient clipping, fused AdamW and dropout as configured, called in
-Python outside of any graph. `stock` is transformers with attn_implementation="sdpa"; `varlen_unpadded` packs each batch by hand and calls torch's
-varlen_attn, forward alone, as it has no dropout; `saccade` is stock after `saccade.optimize`. Problems name the dtype of the weights, or autocast.
+Forward rows run a `SentenceTransformer` (encoder and pooling) from the tokenizer's padded tensors on the host to embeddings on the host, one pass over
+a corpus sorted by length. Training rows run from a padded batch on the host to updated parameters: linear head, cross entropy, gradient clipping,
+AdamW and dropout as configured. Problems name the dtype of the weights, or autocast.
+
+Backends: `stock` is transformers with attn_implementation="sdpa"; `stock_captured` the same padded forward from CUDA graphs, one for each shape, widths
+in steps of 16; `stock_compiled` torch.compile(dynamic=True); `varlen_unpadded` packs by hand and calls torch's varlen_attn; `saccade` is stock after
+`saccade.optimize`. Training: `stock` and `saccade` call fused AdamW from Python, outside of any graph; `stock_captured` and `saccade_captured` have
+the whole step in a graph (`handle.capture`), AdamW with capturable=True.
 
 Before anything is timed, embeddings are held against stock's: the least cosine is 0.999 in 16 bits and 0.99999 in float32, or the table ends with an
 error. Times are by the wall clock, in turns: median, least and most over the rounds. The note has sentences per second, the time of the kernels
@@ -22,101 +26,146 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from encoder_attention import PACKED_PEER, register_all
-from encoder_text import drawn, rows_of
-from encoders import BERT, MINILM, Architecture, Encoder
+from encoder_captured import Padded, captured_forward, captured_step
+from encoder_text import drawn, passages
+from encoders import BERT, MINILM, XLMR, Architecture
 from rows import Row, Writer
-from torch import Tensor
+from sentence_models import batches_of, sentence_transformer
+from torch import Tensor, nn
 
 import saccade
 from saccade.testing.timing import kernel_time, throughput_in_turns
 
 DEVICE = "cuda"
 ROUNDS = 3
-SENTENCES, LONGEST = 2048, 128
-Padded = tuple[Tensor, Tensor]  # ids and mask, `[B, T]` on the host
+SENTENCES = 2048
+PASSAGES = (180, 512)  # tokens in the mean, and at most
 
 
 @dataclass(frozen=True)
 class Case:
-    """dtype: of the weights, or "autocast": bfloat16 over float32 weights."""
+    """dtype: of the weights, or "autocast": bfloat16 over float32 weights. passages: texts of some 180 tokens in place of sentences. peers: beside
+    stock."""
 
     architecture: Architecture
     batch: int
     direction: str
     dtype: str = "bfloat16"
+    passages: bool = False
+    peers: tuple[str, ...] = ()
 
     @property
-    def sentences(self) -> int:
+    def texts(self) -> int:
         """Of one pass: a corpus that takes no minute at small batches."""
-        return self.batch if self.direction != "fwd" else min(SENTENCES, 64 * self.batch)
+        return self.batch if self.direction != "fwd" else min(SENTENCES // (4 if self.passages else 1), 32 * self.batch)
+
+    @property
+    def longest(self) -> int:
+        """Tokens at which a text is cut."""
+        return PASSAGES[1] if self.passages else 128
 
     def batches(self) -> list[Padded]:
         """Padded batches on the host, as a tokenizer makes them."""
-        rows = rows_of(drawn(self.sentences, 0), LONGEST)
-        if self.direction == "fwd":
-            rows.sort(key=len, reverse=True)
+        if not self.passages:
+            return batches_of(drawn(self.texts, 0), self.batch)
+        made = torch.Generator().manual_seed(0)
+        lengths = (torch.randn(self.texts, generator=made) * 0.5).exp().mul(PASSAGES[0] * 0.9).long().clamp(8, PASSAGES[1])
+        rows = passages(lengths.sort(descending=True).values.tolist())
         found = []
         for start in range(0, len(rows), self.batch):
             part = rows[start : start + self.batch]
             ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
-            lengths = torch.tensor([len(row) for row in part])
-            found.append((ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()))
+            ends = torch.tensor([len(row) for row in part])
+            found.append({"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < ends[:, None]).long()})
         return found
 
-    def encoder(self) -> Encoder:
-        """The encoder, the same weights for each variant."""
+    def model(self) -> Any:
+        """The sentence transformer, the same weights for each variant."""
         dtype = torch.float32 if self.dtype == "autocast" else getattr(torch, self.dtype)
-        return self.architecture.make(DEVICE, dtype)
+        return sentence_transformer(self.architecture, DEVICE, dtype, self.longest)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast, if the case asks for it."""
         return torch.autocast("cuda", torch.bfloat16) if self.dtype == "autocast" else contextlib.nullcontext()
 
 
+PEERS, COMPILED = ("stock_captured", "varlen_unpadded"), ("stock_captured", "varlen_unpadded", "stock_compiled")
 CASES = [
-    *[Case(model, batch, "fwd") for model in (MINILM, BERT) for batch in (8, 32, 128, 512, 2048)],
-    *[Case(MINILM, batch, "fwd", dtype) for dtype in ("float32", "autocast") for batch in (32, 512)],
-    *[Case(model, batch, "fwd+bwd") for model in (MINILM, BERT) for batch in (16, 64, 256)],
+    *[Case(MINILM, batch, "fwd", peers=COMPILED if batch in (32, 512) else PEERS) for batch in (1, 8, 32, 128, 512, 2048)],
+    *[Case(BERT, batch, "fwd", peers=PEERS) for batch in (1, 8, 32, 128, 512, 2048)],
+    *[Case(XLMR, batch, "fwd", peers=PEERS) for batch in (32, 512)],
+    *[Case(MINILM, batch, "fwd", dtype, peers=("stock_captured",)) for dtype in ("float32", "autocast") for batch in (32, 512)],
+    *[Case(BERT, batch, "fwd", passages=True, peers=PEERS) for batch in (8, 32, 256)],
+    *[Case(model, batch, "fwd+bwd", peers=("stock_captured",)) for model in (MINILM, BERT) for batch in (16, 64, 256)],
     *[Case(MINILM, 64, "fwd+bwd", dtype) for dtype in ("float32", "autocast")],
+    Case(BERT, 32, "fwd+bwd", passages=True, peers=("stock_captured",)),
 ]
 
 
-def run(writer: Writer, repeat_ms: int) -> None:
-    """Measure every case."""
+def run(writer: Writer, repeat_ms: int, rows: list[str] | None = None) -> None:
+    """Measure every case, or those whose words hold one of `rows`."""
     register_all()
     began = time.monotonic()
-    for number, case in enumerate(CASES, 1):
-        said = _measure(writer, case, repeat_ms)
+    chosen = [case for case in CASES if not rows or any(name in _words(case) for name in rows)]
+    for number, case in enumerate(chosen, 1):
+        said = (_measure_forward if case.direction == "fwd" else _measure_training)(writer, case, repeat_ms)
         gc.collect()
         torch.cuda.empty_cache()
-        print(f"[{number}/{len(CASES)}, {time.monotonic() - began:.0f} s] {said}", flush=True)
+        print(f"[{number}/{len(chosen)}, {time.monotonic() - began:.0f} s] {said}", flush=True)
 
 
-def _measure(writer: Writer, case: Case, repeat_ms: int) -> str:
+def _words(case: Case) -> str:
+    kind = "passages" if case.passages else "sentences"
+    return f"{case.architecture.name} B={case.batch} {kind} {case.direction} {case.dtype}"
+
+
+def _measure_forward(writer: Writer, case: Case, repeat_ms: int) -> str:
     batches = case.batches()
-    stock = case.encoder()
-    variants = {"stock": stock, "saccade": case.encoder()}
-    if case.direction == "fwd" and case.dtype == "bfloat16":
-        variants["varlen_unpadded"] = stock.under(PACKED_PEER)
-    handle = saccade.optimize(variants["saccade"].model)
-    calls = {name: _call(case, name, encoder, batches) for name, encoder in variants.items()}
-    if case.direction == "fwd":
-        _check(case, {name: call() for name, call in calls.items()})
+    calls, handle = _forward_calls(case, batches)
+    _check(case, {name: call() for name, call in calls.items()})
     times = throughput_in_turns(calls, DEVICE, ROUNDS, repeat_ms)
-    real = sum(int(mask.sum()) for _, mask in batches)
-    places = sum(mask.numel() for _, mask in batches)
-    problem = f"{case.architecture.name} B={case.batch} sentences={case.sentences} mean={real / case.sentences:.0f}"
-    problem += f" padding={1 - real / places:.2f}" + (f" {case.dtype}" if case.dtype != "bfloat16" else "")
+    said = _write(writer, case, batches, times, calls, handle)
+    handle.restore()
+    return said
+
+
+def _measure_training(writer: Writer, case: Case, repeat_ms: int) -> str:
+    batches, calls = case.batches(), {}
+    handles = {}
+    for name in ("stock", "saccade", "saccade_captured", *case.peers):
+        model = Head(case.model()[0].auto_model, name == "saccade" or name == "saccade_captured")
+        if model.is_ours:
+            handles[name] = saccade.optimize(model)
+        step = _step(case, model, "captured" in name)
+        if name == "saccade_captured":
+            step = handles[name].capture(step)
+        elif name == "stock_captured":
+            step = captured_step(step, batches[0], DEVICE)
+        calls[name] = lambda step=step: step(batches[0])
+        for _ in range(3):
+            calls[name]()
+    times = throughput_in_turns(calls, DEVICE, ROUNDS, repeat_ms)
+    said = _write(writer, case, batches, times, calls, handles["saccade"])
+    for handle in handles.values():
+        handle.restore()
+    return said
+
+
+def _write(writer: Writer, case: Case, batches: list[Padded], times: dict[str, Any], calls: dict[str, Any], handle: Any) -> str:
+    real = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    places = sum(batch["attention_mask"].numel() for batch in batches)
+    problem = f"{case.architecture.name} B={case.batch} {'passages' if case.passages else 'sentences'}={case.texts}"
+    problem += f" mean={real / case.texts:.0f} padding={1 - real / places:.2f}"
+    problem += f" {case.dtype}" if case.dtype != "bfloat16" else ""
     for name, timing in times.items():
         busy = kernel_time(calls[name], DEVICE)
-        note = [f"{1e3 * case.sentences / timing.p50:.0f} sentences/s"] + ([f"kernels {busy:.4g} ms"] if busy else [])
+        note = [f"{1e3 * case.texts / timing.p50:.0f} texts/s"] + ([f"kernels {busy:.4g} ms"] if busy else [])
         if name == "saccade":
             graphs = handle.served[0].graphs.values()
             note.append(f"{len(graphs)} graphs, {sum(g.bytes for g in graphs) / 2**20:.0f} MiB")
         writer.add(Row("encoders", problem, name, case.direction, case.dtype, *timing, note="; ".join(note)))
-    handle.restore()
     gains = ", ".join(f"{name} x{times['stock'].p50 / t.p50:.2f}" for name, t in times.items() if name != "stock")
-    return f"{problem} {case.direction} {case.dtype}: stock {times['stock'].p50:.2f} ms, {gains}"
+    return f"{problem} {case.direction}: stock {times['stock'].p50:.2f} ms, {gains}"
 
 
 def _check(case: Case, found: dict[str, Any]) -> None:
@@ -129,61 +178,87 @@ def _check(case: Case, found: dict[str, Any]) -> None:
             )
 
 
-def _call(case: Case, name: str, encoder: Encoder, batches: list[Padded]) -> Callable[[], Any]:
-    """What is timed."""
-    if case.direction != "fwd":
-        return _training_step(case, name, encoder, batches[0])
-    hidden = _packed_hidden if name == "varlen_unpadded" else _ours if name == "saccade" else _stock
+def _forward_calls(case: Case, batches: list[Padded]) -> tuple[dict[str, Callable[[], Tensor]], Any]:
+    """What is timed by backend, and the handle of ours."""
+    ours = case.model()
+    handle = saccade.optimize(ours)
+    embeds: dict[str, Callable[[Padded], Tensor]] = {
+        "stock": lambda batch, model=case.model(): model(_there(batch))["sentence_embedding"],
+        "saccade": lambda batch: ours(dict(batch))["sentence_embedding"],
+    }
+    for name in case.peers:
+        model = case.model()
+        if name == "stock_captured":
+            embeds[name] = captured_forward(lambda batch, model=model: model(batch)["sentence_embedding"], DEVICE)
+        elif name == "stock_compiled":
+            model[0].auto_model.compile(dynamic=True)
+            embeds[name] = lambda batch, model=model: model(_there(batch))["sentence_embedding"]
+        else:
+            model[0].auto_model.set_attn_implementation(PACKED_PEER)
+            embeds[name] = lambda batch, model=model: _packed(case, model[0].auto_model, batch)
 
-    @torch.inference_mode()
-    def embed() -> Tensor:
-        outs = []
-        with case.precision():
-            for ids, mask in batches:
-                there = mask.to(DEVICE, non_blocking=True)
-                rows = hidden(encoder, ids, mask, there).float() * there[..., None]
-                outs.append(rows.sum(1) / there.sum(1, keepdim=True))
-        return torch.cat(outs).cpu()
+    def call(embed: Callable[[Padded], Tensor]) -> Callable[[], Tensor]:
+        @torch.inference_mode()
+        def run() -> Tensor:
+            with case.precision():
+                return torch.cat([embed(batch) for batch in batches]).float().cpu()
 
-    return embed
+        return run
+
+    return {name: call(embed) for name, embed in embeds.items()}, handle
 
 
-def _stock(encoder: Encoder, ids: Tensor, mask: Tensor, there: Tensor) -> Tensor:
-    return encoder.model(input_ids=ids.to(DEVICE, non_blocking=True), attention_mask=there).last_hidden_state
+def _there(batch: Padded) -> Padded:
+    return {name: x.to(DEVICE, non_blocking=True) for name, x in batch.items()}
 
 
-def _ours(encoder: Encoder, ids: Tensor, mask: Tensor, there: Tensor) -> Tensor:
-    return encoder.model(input_ids=ids, attention_mask=mask).last_hidden_state
-
-
-def _packed_hidden(encoder: Encoder, ids: Tensor, mask: Tensor, there: Tensor) -> Tensor:
-    """One row of real tokens through torch's varlen_attn, and back into the padded batch."""
+def _packed(case: Case, model: nn.Module, batch: Padded) -> Tensor:
+    """One row of real tokens through torch's varlen_attn, pooled from there."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
     places = mask.flatten().nonzero().squeeze(1)
     ends = F.pad(mask.sum(1).cumsum(0), (1, 0)).int().to(DEVICE, non_blocking=True)
+    positions = places % ids.shape[1] + (1 if case.architecture.kind == "XLMRoberta" else 0)  # behind the padding id, 0
     given = {
         "input_ids": ids.flatten()[places][None].to(DEVICE, non_blocking=True),
-        "position_ids": (places % ids.shape[1])[None].to(DEVICE, non_blocking=True),
+        "position_ids": positions[None].to(DEVICE, non_blocking=True),
         "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": ids.shape[1], "max_length_k": ids.shape[1],
     }  # fmt: skip
-    rows = encoder.model(**given).last_hidden_state[0]
-    padded = rows.new_zeros((ids.numel(), rows.shape[1]))
-    return padded.index_copy(0, places.to(DEVICE, non_blocking=True), rows).view(*ids.shape, -1)
+    pooler, model.pooler = model.pooler, None  # it would read the first token of the row
+    rows = model(**given).last_hidden_state[0]
+    model.pooler = pooler
+    if case.architecture.pool == "first":
+        return rows.index_select(0, ends[:-1])
+    return torch.segment_reduce(rows.float(), "mean", offsets=ends, axis=0, unsafe=True)
 
 
-def _training_step(case: Case, name: str, encoder: Encoder, batch: Padded) -> Callable[[], None]:
-    labels = torch.arange(case.batch, device=DEVICE) % encoder.head.out_features
-    optimiser = torch.optim.AdamW(encoder.parameters(), lr=1e-5, fused=True)
-    encoder.train()
-    ids, mask = batch
+class Head(nn.Module):
+    """A classifier over the first token. is_ours: batches stay on the host, where they are packed."""
 
-    def step() -> None:
+    def __init__(self, encoder: Any, is_ours: bool):
+        super().__init__()
+        self.encoder, self.is_ours = encoder, is_ours
+        parameter = next(encoder.parameters())
+        self.head = nn.Linear(encoder.config.hidden_size, 10, device=parameter.device, dtype=parameter.dtype)
+
+    def forward(self, batch: Padded) -> Tensor:
+        """The loss of labels that are the place in the batch, modulo 10."""
+        given = batch if self.is_ours else {name: x.to(DEVICE) for name, x in batch.items()}
+        hidden = self.encoder(**given).last_hidden_state
+        labels = torch.arange(hidden.shape[0], device=DEVICE) % 10
+        return F.cross_entropy(self.head(hidden[:, 0]).float(), labels)
+
+
+def _step(case: Case, model: Head, capturable: bool) -> Callable[[Padded], Tensor]:
+    model.train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=capturable)
+
+    def step(batch: Padded) -> Tensor:
         optimiser.zero_grad(set_to_none=True)
         with case.precision():
-            given = (ids, mask) if name == "saccade" else (ids.to(DEVICE), mask.to(DEVICE))
-            hidden = encoder.model(input_ids=given[0], attention_mask=given[1]).last_hidden_state
-            loss = F.cross_entropy(encoder.head(hidden[:, 0]).float(), labels)
+            loss = model(batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
+        return loss.detach()
 
     return step

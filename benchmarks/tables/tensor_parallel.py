@@ -1,15 +1,16 @@
-"""A transformer block whose heads two GPUs share (tensor parallelism), with torch's attention and with ours.
+"""A transformer block whose heads two, four or eight GPUs share (tensor parallelism), with torch's attention and with ours.
 
-    python benchmarks/run.py tensor_parallel --out benchmarks/results/h200x2
+    python benchmarks/run.py tensor_parallel --out benchmarks/results/h100x4
 
 The block is torch's own recipe: `ColwiseParallel` before attention and in the feed-forward, `RowwiseParallel` after them, so that
 two all-reduces run in forward and two in backward, whichever attention there is. Backends: `sdpa` is torch's function on each
 rank's heads, under a mask of the lengths where the batch is padded; `saccade` ours on the same; `saccade_dtensor` ours on the
-DTensors themselves. Times are those of the slower rank, by the wall clock between two barriers; the backends take turns.
+DTensors themselves. Problems name the number of GPUs. Times are those of the slowest rank, by the wall clock between two barriers; the backends take turns.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import saccade
 from saccade.testing.timing import Timing
 
-DEVICE, RANKS, REPEATS = "cuda", 2, 21
+DEVICE, REPEATS = "cuda", 21
 BACKENDS = ("sdpa", "saccade", "saccade_dtensor")
 
 
@@ -69,16 +70,23 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+def counts() -> list[int]:
+    """The numbers of ranks that this machine can have."""
+    most = torch.cuda.device_count() if DEVICE == "cuda" else 2
+    return [ranks for ranks in (2, 4, 8) if ranks <= most]
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
     """Measure every setting in processes of their own."""
-    for setting in SETTINGS:
+    for setting, ranks in itertools.product(SETTINGS, counts()):
         times = {}
-        for backend, direction, timing in on_ranks(measure, RANKS, DEVICE, setting, REPEATS):
+        problem = str(setting).replace(")", f" GPUs={ranks})")
+        for backend, direction, timing in on_ranks(measure, ranks, DEVICE, setting, REPEATS):
             times[backend, direction] = timing.p50
             dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[setting.dtype]
-            writer.add(Row("tensor_parallel", str(setting), backend, direction, dtype, *timing, note=f"{RANKS} GPUs"))
+            writer.add(Row("tensor_parallel", problem, backend, direction, dtype, *timing, note=f"{ranks} GPUs"))
         gains = ", ".join(f"{b} {times['sdpa', 'fwd+bwd'] / times[b, 'fwd+bwd']:.2f}" for b in BACKENDS[1:])
-        print(f"{setting}: the whole block, forward and backward, against sdpa: {gains}", flush=True)
+        print(f"{problem}: the whole block, forward and backward, against sdpa: {gains}", flush=True)
 
 
 def measure(rank: int, device: torch.device, setting: Setting, repeats: int) -> list[tuple[str, str, Timing]]:

@@ -59,7 +59,8 @@ def test_context_parallel(load, monkeypatch, tmp_path):
     # and 16 numbers that say what a rank calls
     assert received["two_gpus", "fwd"] == offers + 16 * 8
     # of two ranks the first receives gradients
-    assert received["two_gpus", "bwd"] == offers
+    assert received["two_gpus", "bwd"] == offers == setting.offered(2, "bwd")
+    assert all("efficiency" in r["note"] for r in rows if r["backend"] == "two_gpus")
     assert setting.gathered(2) == 2 * 256 * 2 * 16 * 4
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -219,13 +220,22 @@ def _outcomes(
         )
 
 
+def _begin(started: Any) -> None:
+    """The next process of a pool takes the next GPU. started: how many have begun."""
+    begin()
+    with started.get_lock():
+        number, started.value = started.value, started.value + 1
+    if torch.cuda.device_count() > 1:
+        torch.cuda.set_device(number % torch.cuda.device_count())
+
+
 def _of_a_pool(
     waiting: Iterator[Batch], device: torch.device, processes: int, ends: float | None
 ) -> Generator[tuple[Batch, list[Outcome] | None], None, bool]:
     """The same of processes that begin now, until one of them dies or loses its device, which is what is returned: a new one has a device again."""
     # spawned: a fork would inherit a CUDA context that it cannot use
     context, lost = multiprocessing.get_context("spawn"), False
-    with concurrent.futures.ProcessPoolExecutor(processes, context, begin) as pool:
+    with concurrent.futures.ProcessPoolExecutor(processes, context, _begin, (context.Value("i", 0),)) as pool:
         running = {pool.submit(run_batch, b, str(device), ends): b for b in itertools.islice(waiting, processes)}
         while running:
             done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
