@@ -47,5 +47,5 @@ def test_every_kind_of_row(table, tmp_path):
 
 def test_another_embedding_ends_the_table(table, monkeypatch):
     monkeypatch.setattr(table, "_packed", lambda case, model, batch: torch.randn(len(batch["input_ids"]), 32))
-    with pytest.raises(SystemExit, match="varlen_unpadded of .* a cosine of"):
+    with pytest.raises(SystemExit, match=r"varlen_unpadded of .* a cosine of"):
         table.run(None, 1, rows=["sentences fwd "])

@@ -614,7 +614,7 @@ def test_a_process_that_dies_is_told_with_its_cases(monkeypatch, tmp_path, capsy
 
 
 def test_processes_that_die_again_and_again_end_it_with_a_sentence(monkeypatch, capsys):
-    def dies(waiting, device, processes, ends):
+    def dies(waiting, device, processes, spread, ends):
         yield next(waiting), None
         return True
 

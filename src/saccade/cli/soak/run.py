@@ -26,6 +26,7 @@ from saccade.cli.soak.settings import begin, for_tiny_problems
 from saccade.errors import InvalidArgument
 
 _USUAL_COUNT = 500
+_place: str | None = None  # the device of this process, if it is one of a pool whose processes are spread over GPUs
 # cases of a family that a backend declines before it is not asked for the others
 _ENOUGH_DECLINED = 3
 # bytes that a process keeps from one stack to the next
@@ -112,6 +113,7 @@ def run_batch(batch: Batch, device: str, ends: float | None = None) -> list[Outc
     """The outcomes of a batch, in this process; the first that loses the device is the last. Where a backend declines the first cases of a family,
     the others are not tried: each costs a dozen draws. ends: by `time.time()`, which processes share, when no further case begins."""
     outcomes: list[Outcome] = []
+    device = _place or device
     where = torch.device(device)
     entry = None if batch.entry is None else covering(batch.operation, batch.backend, where)[batch.entry]
     for _, stack in itertools.groupby(batch.seeds, lambda seed: stack_of(seed, batch.family)):
@@ -180,7 +182,7 @@ def _soak(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> Fo
     found.to_cover = sum(len(covering(*pair, device)) for pair in chosen) if covers else 0
     count = None if task.random_cases is None else task.random_cases + found.to_cover * SEEDS
     with _progress(count, task.minutes) as show:
-        for batch, outcomes in _outcomes(waiting, device, task.processes, ends):
+        for batch, outcomes in _outcomes(waiting, device, task, ends):
             for outcome in outcomes or ():
                 found.add(outcome, device, batch.family, batch.entry)
             if outcomes is None:
@@ -203,16 +205,17 @@ def _waiting(task: Task, chosen: list[tuple[str, str]], device: torch.device) ->
 
 
 def _outcomes(
-    waiting: Iterator[Batch], device: torch.device, processes: int, ends: float | None
+    waiting: Iterator[Batch], device: torch.device, task: Task, ends: float | None
 ) -> Iterator[tuple[Batch, list[Outcome] | None]]:
     """Each batch with its outcomes, until there are no more or the time is over; None where a process died."""
     batches_in_time = itertools.takewhile(lambda _: ends is None or time.time() < ends, waiting)
-    if processes == 1:
+    spread = task.device in (None, "cuda")
+    if task.processes == 1:
         for batch in batches_in_time:
             yield batch, run_batch(batch, str(device), ends)
         return
     for _ in range(_MOST_POOLS):
-        if not (yield from _of_a_pool(batches_in_time, device, processes, ends)):
+        if not (yield from _of_a_pool(batches_in_time, device, task.processes, spread, ends)):
             return
     if next(batches_in_time, None) is not None:
         print(
@@ -220,22 +223,24 @@ def _outcomes(
         )
 
 
-def _begin(started: Any) -> None:
-    """The next process of a pool takes the next GPU. started: how many have begun."""
+def _begin(started: Any, spread: bool) -> None:
+    """The beginning of a process of a pool. started: how many have begun. spread: whether each takes the next GPU."""
+    global _place
     begin()
     with started.get_lock():
         number, started.value = started.value, started.value + 1
-    if torch.cuda.device_count() > 1:
-        torch.cuda.set_device(number % torch.cuda.device_count())
+    if spread and torch.cuda.device_count() > 1:
+        _place = f"cuda:{number % torch.cuda.device_count()}"
+        torch.cuda.set_device(_place)
 
 
 def _of_a_pool(
-    waiting: Iterator[Batch], device: torch.device, processes: int, ends: float | None
+    waiting: Iterator[Batch], device: torch.device, processes: int, spread: bool, ends: float | None
 ) -> Generator[tuple[Batch, list[Outcome] | None], None, bool]:
     """The same of processes that begin now, until one of them dies or loses its device, which is what is returned: a new one has a device again."""
     # spawned: a fork would inherit a CUDA context that it cannot use
     context, lost = multiprocessing.get_context("spawn"), False
-    with concurrent.futures.ProcessPoolExecutor(processes, context, _begin, (context.Value("i", 0),)) as pool:
+    with concurrent.futures.ProcessPoolExecutor(processes, context, _begin, (context.Value("i", 0), spread)) as pool:
         running = {pool.submit(run_batch, b, str(device), ends): b for b in itertools.islice(waiting, processes)}
         while running:
             done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
