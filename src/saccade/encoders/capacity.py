@@ -19,3 +19,26 @@ def capacities(tokens: int) -> list[int]:
     while found[-1] < tokens:
         found.append(capacity(found[-1] + 1))
     return found
+
+
+ROWS = 256  # beyond it the GPU is busy for longer than Python takes to launch its work
+
+
+def rows_captured(rows: int) -> int:
+    """The next batch size that is captured.
+
+    Up to 16 a GPU waits for launches, so few sizes are made. Beyond 16 a row costs time: sizes are a quarter of a power of two apart, and less than
+    a fifth is padding. Steps of an eighth, as tokens have, would double the graphs, each of which holds the activations of its batch.
+    """
+    if rows <= 16:
+        return next(size for size in (1, 2, 4, 8, 12, 16) if size >= rows)
+    step = 1 << (rows - 1).bit_length() - 3
+    return -(-rows // step) * step
+
+
+def rows_up_to(rows: int) -> list[int]:
+    """Every batch size that is captured, up to that of so many rows."""
+    found = [1]
+    while found[-1] < rows:
+        found.append(rows_captured(found[-1] + 1))
+    return found

@@ -1,6 +1,6 @@
 """A captured forward, and a captured forward and backward as one differentiable call.
 
-A graph reads fixed memory (`Inputs`) and writes fixed memory, so whatever leaves it is copied before the next replay. All graphs are captured on
+A graph reads fixed memory (`Inputs`, or any object with a `load(batch)`) and writes fixed memory, so whatever leaves it is copied before the next replay. All graphs are captured on
 one side stream, whose cuBLAS workspace is allocated before the first capture and so belongs to no graph.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from saccade.encoders.packing import IDS, PLACES, POSITIONS, TYPES, Packed
 
-Run = Callable[["Inputs"], Tensor]  # packed hidden states `[capacity, E]` of inputs
+Run = Callable[[Any], tuple[Tensor, ...]]  # what leaves a model, of its inputs; each with a first dimension of their size
+Make = Callable[[], Any]  # the memory from which a graph reads, with a `load(batch)`
 
 
 class Inputs:
@@ -137,9 +138,9 @@ def _aliased(model: nn.Module, parameters: list[Tensor]) -> Iterator[list[Tensor
 class Forward:
     """A captured forward without a gradient."""
 
-    def __init__(self, run: Run, capacity: int, device: torch.device, stream: torch.cuda.Stream, pool: Any):
+    def __init__(self, run: Run, make: Make, device: torch.device, stream: torch.cuda.Stream, pool: Any):
         before = torch.cuda.memory_reserved(device)
-        self.inputs = Inputs(capacity, device)
+        self.inputs = make()
         self.graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
         with _quiet(device), torch.inference_mode(False), torch.no_grad():
@@ -148,15 +149,15 @@ class Forward:
                     run(self.inputs)
             stream.synchronize()
             with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self.hidden = run(self.inputs)
+                self.outputs = run(self.inputs)
         torch.cuda.current_stream(device).wait_stream(stream)
         self.bytes = max(0, torch.cuda.memory_reserved(device) - before)
 
-    def __call__(self, batch: Packed) -> Tensor:
-        """Hidden states `[tokens, E]` of a batch, in memory that the next replay overwrites."""
+    def __call__(self, batch: Any) -> tuple[Tensor, ...]:
+        """The outputs of a batch and of what fills it up, in memory that the next replay overwrites."""
         self.inputs.load(batch)
         self.graph.replay()
-        return self.hidden[: batch.tokens]
+        return self.outputs
 
 
 class Slot:
@@ -221,53 +222,89 @@ class Training:
     """A captured forward and backward, differentiable in the parameters of the model."""
 
     def __init__(
-        self, model: nn.Module, run: Run, capacity: int, device: torch.device, stream: torch.cuda.Stream, slot: Slot,
+        self, model: nn.Module, run: Run, make: Make, device: torch.device, stream: torch.cuda.Stream, slot: Slot,
         parameters: list[Tensor], gradients: Gradients,
     ):  # fmt: skip
         before = torch.cuda.memory_reserved(device)
-        self.inputs, self.slot, self.gradients = Inputs(capacity, device), slot, gradients
+        self.slot, self.gradients = slot, gradients
+        self.inputs = make()
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
         with _quiet(device), torch.inference_mode(False), torch.enable_grad(), _aliased(model, parameters) as leaves:
             with torch.cuda.stream(stream):
                 for _ in range(2):
-                    hidden = run(self.inputs)
-                    self.dhidden = torch.zeros_like(hidden)
-                    torch.autograd.grad(hidden, leaves, self.dhidden, allow_unused=True)
-                del hidden
+                    outputs = run(self.inputs)
+                    self.doutputs = tuple([torch.zeros_like(x) for x in outputs])
+                    # by output: whether it leads to each parameter
+                    self.reached = [reached(x, leaves, dx) for x, dx in zip(outputs, self.doutputs, strict=True)]
+                    _gradients(outputs, leaves, self.doutputs)
+                del outputs
             stream.synchronize()
             with torch.cuda.graph(self.forward, pool=slot.pool, stream=stream, capture_error_mode="thread_local"):
-                hidden = run(self.inputs)
+                outputs = run(self.inputs)
             with torch.cuda.graph(self.backward, pool=slot.pool, stream=stream, capture_error_mode="thread_local"):
-                found = torch.autograd.grad(hidden, leaves, self.dhidden, allow_unused=True)
-                self.used = [x is not None for x in found]
+                found = _gradients(outputs, leaves, self.doutputs)
                 pairs = [(into, x) for into, x in zip(gradients.views, found, strict=True) if x is not None]
                 torch._foreach_copy_([into for into, _ in pairs], [x for _, x in pairs])
-            self.hidden = hidden.detach()
+            self.outputs = tuple([x.detach() for x in outputs])
+            self.constant = [i for i, x in enumerate(outputs) if not x.requires_grad]
         torch.cuda.current_stream(device).wait_stream(stream)
         self.bytes = max(0, torch.cuda.memory_reserved(device) - before)
 
-    def __call__(self, batch: Packed, parameters: list[Tensor]) -> Tensor:
-        """Hidden states `[tokens, E]`, in memory that the next replay overwrites; autograd leads through them to the parameters."""
+    def __call__(self, batch: Any, parameters: list[Tensor]) -> tuple[Tensor, ...]:
+        """As `Forward`; autograd leads through the outputs to the parameters."""
         self.inputs.load(batch)
-        found: Tensor = _Replayed.apply(self, *parameters)  # type: ignore[no-untyped-call]
-        return found[: batch.tokens]
+        found: tuple[Tensor, ...] = _Replayed.apply(self, *parameters)  # type: ignore[no-untyped-call]
+        return found
+
+
+def _gradients(
+    outputs: Sequence[Tensor], leaves: list[Tensor], doutputs: Sequence[Tensor], keep: bool = False
+) -> tuple[Tensor | None, ...]:
+    """The gradients of leaves; an output before the first parameter that is trained has none to give."""
+    pairs = [(x, dx) for x, dx in zip(outputs, doutputs, strict=True) if x.requires_grad]
+    given = [x for x, _ in pairs], leaves, [dx for _, dx in pairs]
+    return torch.autograd.grad(*given, allow_unused=True, retain_graph=keep)
+
+
+def reached(output: Tensor, leaves: list[Tensor], doutput: Tensor) -> list[bool]:
+    """Whether an output leads to each of the leaves."""
+    if not output.requires_grad:
+        return [False] * len(leaves)
+    return [x is not None for x in _gradients([output], leaves, [doutput], keep=True)]
+
+
+def fill(into: Sequence[Tensor], given: Sequence[Tensor | None], reached: list[list[bool]]) -> list[bool]:
+    """Bring the gradients of the outputs, 0 for one that no loss reads; says which parameters have a gradient.
+
+    A pooler that no loss reads has none, as in stock: an optimiser decays a parameter whose gradient is 0, and leaves one without a gradient.
+    """
+    for memory, x in zip(into, given, strict=True):
+        if x is None:
+            memory.zero_()
+        else:
+            memory.copy_(x)
+    rows = [row for row, x in zip(reached, given, strict=True) if x is not None]
+    return [any(column) for column in zip(*rows, strict=True)]
 
 
 class _Replayed(torch.autograd.Function):
-    """The hidden states of a replayed forward, whose backward replays the other graph."""
+    """The outputs of a replayed forward, whose backward replays the other graph."""
 
     @staticmethod
-    def forward(ctx: Any, training: Training, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, training: Training, *parameters: Tensor) -> tuple[Tensor, ...]:
         training.forward.replay()
         ctx.training, ctx.ticket = training, Ticket(training.slot)
         ctx.versions = sum([x._version for x in parameters])
         ctx.parameters = parameters  # leaves: they own no graph
-        return training.hidden.detach()
+        ctx.set_materialize_grads(False)
+        outputs = tuple([x.detach() for x in training.outputs])
+        ctx.mark_non_differentiable(*[outputs[i] for i in training.constant])
+        return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *doutputs: Tensor | None) -> tuple[Tensor | None, ...]:
         training, slot = ctx.training, ctx.ticket.slot
         if slot.owner != id(ctx.ticket):
             raise RuntimeError(
@@ -276,10 +313,13 @@ class _Replayed(torch.autograd.Function):
         if sum([x._version for x in ctx.parameters]) != ctx.versions:
             raise RuntimeError("a parameter of an optimised encoder was changed in place between its forward and its backward")
         gradients = training.gradients
+        if all(x is None for x in doutputs):
+            ctx.ticket.give_back()
+            return None, *[None] * len(ctx.parameters)
         with gradients.lock:  # another thread's backward writes the same buffers
-            gradients.turns.take(dhidden.device)
-            training.dhidden.copy_(dhidden)
+            gradients.turns.take(training.doutputs[0].device)
+            used = fill(training.doutputs, doutputs, training.reached)
             training.backward.replay()
-            found = gradients.copies(training.used)
+            found = gradients.copies(used)
         ctx.ticket.give_back()
         return None, *found

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from saccade.encoders import attention, families
-from saccade.encoders.capacity import capacities
+from saccade.encoders import attention, families, images
+from saccade.encoders.capacity import ROWS, capacities, rows_up_to
+from saccade.encoders.images import Batched
 from saccade.encoders.served import Served
 from saccade.engine.arguments import check_flag
 from saccade.errors import InvalidArgument, SaccadeError
@@ -20,7 +22,7 @@ from saccade.hardware import has_package
 class _Forward:
     """The `forward` of a model that is served. A copy of the model gets its own class's forward: it must not run the weights of the original."""
 
-    def __init__(self, served: Served):
+    def __init__(self, served: Served | Batched):
         self.served, self.__signature__ = served, inspect.signature(served.stock)
         self.__doc__, self.__name__ = served.stock.__doc__, "forward"
 
@@ -40,14 +42,15 @@ class Optimized:
     """What `optimize` returns. Leaving it as a context manager, or `restore()`, makes the model what it was.
 
     Attributes:
-        served: the encoders that are packed.
+        served: the encoders that are packed or captured by batch size.
     """
 
-    def __init__(self, served: list[Served], left: list[str]):
+    def __init__(self, served: list[Served | Batched], left: list[str]):
         self.served, self._left = served, left
-        self._before = [(s.model.config._attn_implementation, s.model.__dict__.get("forward")) for s in served]
+        self._before = [(_implementation(s), s.model.__dict__.get("forward")) for s in served]
         for one in served:
-            one.model.set_attn_implementation(attention.NAME)
+            if one.attention:
+                one.model.set_attn_implementation(one.attention)
             one.model.forward = _Forward(one)
 
     def __enter__(self) -> Optimized:
@@ -69,41 +72,53 @@ class Optimized:
                 del model.forward
                 if forward is not None:  # somebody else's, as accelerate puts one there
                     model.forward = forward
-            if model.config._attn_implementation == attention.NAME:  # else the user has chosen another since
+            if _implementation(one) == attention.NAME:  # else the user has chosen another since
                 model.set_attn_implementation(implementation)
             one.graphs.clear()
             one._gpu = None
         self.served, self._before = [], []
 
-    def prepare(self, tokens: int | list[int], *, sequences: int | None = None, train: bool = False) -> None:
+    def prepare(
+        self,
+        tokens: int | list[int] | None = None,
+        *,
+        images: int | list[int] | None = None,
+        sequences: int | None = None,
+        train: bool = False,
+    ) -> None:
         """Capture graphs ahead of their first use, with a progress bar.
 
         Args:
             tokens: real tokens of a batch; an int stands for every capacity up to it.
+            images: images of a batch, in the size and dtype of the model; an int stands for every batch size up to it. timm's models and text
+                towers of fixed width capture at first use.
             sequences: a hint that changes nothing: a capacity takes up to one sequence a token.
             train: capture forward and backward; else the forward alone.
 
         Raises:
-            InvalidArgument: a number of tokens or sequences that is no positive int.
+            InvalidArgument: a number that is no positive int, neither tokens nor images, or images beyond the largest graph.
         """
         from rich.progress import track
 
-        numbers = tokens if isinstance(tokens, list) else [tokens]
-        if not all(map(_is_positive, numbers)):
-            raise InvalidArgument(f"tokens is {tokens!r}; it must be a positive int, or a list of them")
+        check_flag("train", train)
+        if tokens is None and images is None:
+            raise InvalidArgument("prepare is given neither tokens nor images")
+        of_tokens, of_images = _sizes("tokens", tokens, capacities), _sizes("images", images, rows_up_to)
         if sequences is not None and not _is_positive(sequences):
             raise InvalidArgument(f"sequences is {sequences!r}; it must be a positive int, or None")
-        sizes = capacities(tokens) if isinstance(tokens, int) else numbers
+        if max(of_images, default=0) > ROWS:
+            raise InvalidArgument(f"images is {images!r}; graphs end at {ROWS} images")
         for one in self.served:
-            for size in track(sizes, description=f"capturing {type(one.model).__name__}"):
-                one.prepare(size, check_flag("train", train))
+            capture, sizes = (one.prepare_rows, of_images) if isinstance(one, Batched) else (one.prepare, of_tokens)
+            for size in track(sizes, description=f"capturing {type(one.model).__name__}", disable=not sizes):
+                capture(size, train)
 
     def explain(self) -> str:
         """What is served and how, what was left as it is and why, and the memory of the graphs."""
         lines = []
         for one in self.served:
             parameter = next(one.model.parameters())
-            lines.append(f"{type(one.model).__name__} on {parameter.device}, {str(parameter.dtype)[6:]}: packed, {_how(one)}")
+            lines.append(f"{type(one.model).__name__} on {parameter.device}, {str(parameter.dtype)[6:]}: {one.describe()}")
             lines.append(f"  last call: {one.last}")
             held = sum([g.bytes for g in one.graphs.values()])
             lines += [f"  {len(one.graphs)} graphs, {held / 2**20:.0f} MiB"] * bool(one.graphs)
@@ -116,10 +131,18 @@ def _is_positive(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
-def _how(one: Served) -> str:
-    if next(one.model.parameters()).device.type != "cuda":
-        return "computed without graphs, which need a GPU"
-    return f"computed without graphs: {one.failed}" if one.failed else "replayed from CUDA graphs"
+def _sizes(name: str, number: Any, up_to: Callable[[int], list[int]]) -> list[int]:
+    """The sizes to capture for an argument of `prepare`."""
+    if number is None:
+        return []
+    numbers: list[int] = number if isinstance(number, list) else [number]
+    if not all(map(_is_positive, numbers)):
+        raise InvalidArgument(f"{name} is {number!r}; it must be a positive int, or a list of them")
+    return numbers if isinstance(number, list) else up_to(number)
+
+
+def _implementation(one: Served | Batched) -> str | None:
+    return getattr(getattr(one.model, "config", None), "_attn_implementation", None)
 
 
 def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
@@ -128,14 +151,15 @@ def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
     The model is changed in place; its inputs, outputs, parameters and names stay as they are. A padded batch goes in, the real tokens are packed
     into one row, the model's own forward computes them, and the rows are put back; padded positions of the output are 0. On a GPU the packed
     forward is captured in a CUDA graph for each capacity (sizes an eighth apart) and replayed; with a gradient, forward and backward are.
+    Towers of images, and the text towers beside them, have nothing to pack. On a GPU they are captured by batch size; on a CPU they are stock.
 
     Args:
-        model: an encoder of transformers, with or without a head; a `SentenceTransformer`, `CrossEncoder` or `SparseEncoder`; or any module that
-            holds one. Ids on the host are packed there, and brought to the GPU in one copy.
+        model: an encoder of transformers, with or without a head; ViT, CLIP, SigLIP or DINOv2; timm's `VisionTransformer`; a
+            `SentenceTransformer`, `CrossEncoder` or `SparseEncoder`; or any module that holds one. Ids on the host are packed there, and brought to the GPU in one copy.
         memory: the share of the GPU's free memory that graphs may hold, above 0 and at most 1; the least recently used leave first.
 
     Returns:
-        a handle with `explain()`, `prepare(tokens)` and `restore()`, which is a context manager too.
+        a handle with `explain()`, `prepare(...)` and `restore()`, which is a context manager too.
 
     Raises:
         InvalidArgument: no module, a share that is none, or no encoder that can be served; says why.
@@ -148,18 +172,22 @@ def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
         raise InvalidArgument(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     if not isinstance(memory, (int, float)) or isinstance(memory, bool) or not 0 < memory <= 1:
         raise InvalidArgument(f"memory is {memory!r}; it must be above 0 and at most 1, a share of the free memory")
-    if not has_package("transformers"):
-        raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
-    attention.register()
-    served, left = [], []
-    for base, has_head, embeds in _encoders(model):
+    has_transformers = has_package("transformers")
+    served: list[Served | Batched] = []
+    left: list[str] = []
+    if has_transformers:
+        attention.register()
+    for base, has_head, embeds in _encoders(model) if has_transformers else _of_timm(model):
         if isinstance(base.__dict__.get("forward"), _Forward):
             raise InvalidArgument(f"{type(base).__name__} is optimised already; call restore() of the first handle")
-        reason = families.why_not(base, embeds)
+        tower = images.tower_of(base)
+        reason = families.why_not(base, embeds) if tower is None else images.why_not(base)
         if reason:
             left.append(f"{type(base).__name__}: stock: {reason}")
         else:
-            served.append(Served(base, float(memory), has_head))
+            served.append(Served(base, float(memory), has_head) if tower is None else Batched(base, float(memory), tower))
+    if not served and not left and not has_transformers:
+        raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
     if not served:
         found = "; ".join(left) or f"{type(model).__name__} holds no model of transformers"
         raise InvalidArgument(f"nothing can be optimised: {found}")
@@ -170,11 +198,31 @@ def _encoders(model: nn.Module) -> list[tuple[Any, bool, bool]]:
     """(base model, whether a head reads its output, whether it is part of an embedding model or a reranker) of every encoder in a module."""
     from transformers import PreTrainedModel
 
+    embeds = type(model).__module__.startswith("sentence_transformers")
     found: dict[int, tuple[Any, bool, bool]] = {}
     inside: set[int] = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and id(module) not in inside:
             inside |= {id(x) for x in module.modules()}
             base = module.base_model
-            found[id(base)] = base, base is not module, type(model).__module__.startswith("sentence_transformers")
-    return list(found.values())
+            found |= {id(x): (x, x is not module, embeds) for x in _towers(base) or [base]}
+    return [*found.values(), *(x for x in _of_timm(model) if id(x[0]) not in found)]
+
+
+def _towers(base: Any) -> list[Any]:
+    """The outermost towers in a model: itself, or the two of CLIP; none where it is packed."""
+    from transformers import PreTrainedModel
+
+    found: list[Any] = []
+    inside: set[int] = set()
+    if base.config.model_type not in families.FAMILIES:
+        for x in base.modules():
+            # a layer may hold the config of its model
+            if isinstance(x, PreTrainedModel) and id(x) not in inside and images.tower_of(x) is not None:
+                inside |= {id(y) for y in x.modules()}
+                found.append(x)
+    return found
+
+
+def _of_timm(model: nn.Module) -> list[tuple[Any, bool, bool]]:
+    return [(x, False, False) for x in model.modules() if images.tower_of(x) is images.TIMM]

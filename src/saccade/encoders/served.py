@@ -37,24 +37,72 @@ class _Unfit(RuntimeError):
     """A model whose forward does not run as its family says."""
 
 
-class Served:
+class Encoder:
+    """A model whose forward is replayed. share: of the memory that was free, which graphs may hold."""
+
+    attention = attention.NAME  # its attention function while it is served; empty for a model that keeps its own
+    fallback = "it runs unpadded, without graphs"
+
+    def __init__(self, model: Any, share: float):
+        self.model, self.stock = model, model.forward
+        self.signature = inspect.signature(self.stock)
+        self.state, self.lock, self.share = State(model), threading.RLock(), share
+        self.graphs: OrderedDict[tuple, Any] = OrderedDict()  # by (state, slot, size), least recently used first
+        self.failed = ""  # why nothing is captured
+        self.last = "no call yet"
+        self._gpu: _Gpu | None = None
+        self._said: set[str] = set()
+
+    def inputs(self, size: Any, device: torch.device) -> Any:
+        """The memory from which a graph of a size reads."""
+        raise NotImplementedError
+
+    def outputs(self, inputs: Any) -> tuple[Tensor, ...]:
+        """What leaves the model, of such inputs."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """How it is computed, for `explain`."""
+        raise NotImplementedError
+
+    def say(self, sentence: str) -> None:
+        """A warning, once."""
+        if sentence not in self._said:
+            self._said.add(sentence)
+            _logger.warning(sentence)
+
+    def _bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """The arguments of a call by their names, and why it runs as it is; empty if nothing speaks against it."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return {}, "the call is traced"
+        if captured():
+            return {}, "a CUDA graph of the caller is captured"
+        if not args:
+            return kwargs, ""
+        try:
+            given = self.signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            return {}, str(error)
+        return given | given.pop("kwargs", {}), ""
+
+    def _graphs_on(self, device: torch.device) -> _Gpu:
+        if self._gpu is None or self._gpu.device != device:
+            self.graphs.clear()
+            self._gpu = _Gpu(self, device)
+        return self._gpu
+
+
+class Served(Encoder):
     """A base model of transformers whose forward packs its batch. share: of the memory that was free, which graphs may hold. has_head: another model
     reads its output."""
 
     def __init__(self, model: Any, share: float, has_head: bool = False):
-        self.model, self.stock = model, model.forward
+        super().__init__(model, share)
         self.family = families.FAMILIES[model.config.model_type]
-        self.signature = inspect.signature(self.stock)
         self.padding = int(model.config.pad_token_id or 0)
         self.has_head = has_head
-        self.state, self.lock, self.share = State(model), threading.RLock(), share
-        self.graphs: OrderedDict[tuple, Any] = OrderedDict()  # by (state, slot, capacity), least recently used first
-        self.failed = ""  # why nothing is captured
         self.unfit = ""  # why nothing is packed
-        self.last = "no call yet"
         self.output_type: Any = None
-        self._gpu: _Gpu | None = None
-        self._said: set[str] = set()
 
     # --- a call
 
@@ -80,18 +128,8 @@ class Served:
 
     def _read(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """The arguments of a call by their names, and why it runs as it is; empty if it is packed."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return {}, "the call is traced"
-        if captured():
-            return {}, "a CUDA graph of the caller is captured"
-        given = kwargs
-        if args:
-            try:
-                given = self.signature.bind(*args, **kwargs).arguments
-            except TypeError as error:
-                return {}, str(error)
-            given = given | given.pop("kwargs", {})
-        return given, self._refused(given)
+        given, reason = self._bound(args, kwargs)
+        return given, reason or self._refused(given)
 
     def _refused(self, given: dict[str, Any]) -> str:
         if self.unfit:
@@ -150,12 +188,6 @@ class Served:
             return self._eager(batch, device)
         return self._graphs_on(device).hidden(batch, state)
 
-    def _graphs_on(self, device: torch.device) -> _Gpu:
-        if self._gpu is None or self._gpu.device != device:
-            self.graphs.clear()
-            self._gpu = _Gpu(self, device)
-        return self._gpu
-
     def _eager(self, batch: Packed, device: torch.device) -> Tensor:
         numbers, ends = (torch.as_tensor(x).to(device) for x in (batch.numbers, batch.ends))
         arguments = {"input_ids": numbers[0][None], "position_ids": numbers[1][None]}
@@ -192,13 +224,25 @@ class Served:
         wanted = getattr(self.model.config, "return_dict", True) if return_dict is None else return_dict
         return found if wanted else found.to_tuple()
 
-    # --- for the handle
+    # --- for graphs and the handle
 
-    def say(self, sentence: str) -> None:
-        """A warning, once."""
-        if sentence not in self._said:
-            self._said.add(sentence)
-            _logger.warning(sentence)
+    def describe(self) -> str:
+        """How it is computed, for `explain`."""
+        if next(self.model.parameters()).device.type != "cuda":
+            return "packed, computed without graphs, which need a GPU"
+        return f"packed, computed without graphs: {self.failed}" if self.failed else "packed, replayed from CUDA graphs"
+
+    def inputs(self, size: int, device: torch.device) -> Any:
+        """The memory of a capacity."""
+        from saccade.encoders.graphs import Inputs
+
+        return Inputs(size, device)
+
+    def outputs(self, inputs: Any) -> tuple[Tensor, ...]:
+        """The last layer of packed tokens."""
+        longest = int(getattr(self.model.config, "max_position_embeddings", 2**14) or 2**14)
+        arguments = inputs.arguments("token_type_ids" in self.signature.parameters)
+        return (self.run(arguments, Borders(inputs.ends, min(longest, inputs.capacity))),)
 
     def prepare(self, tokens: int, train: bool) -> None:
         """Capture the capacity of so many tokens."""
@@ -212,7 +256,7 @@ class Served:
 class _Gpu:
     """The graphs of an encoder on one device."""
 
-    def __init__(self, served: Served, device: torch.device):
+    def __init__(self, served: Any, device: torch.device):
         from saccade.encoders.graphs import Turns
 
         self.served, self.device = served, device
@@ -226,23 +270,23 @@ class _Gpu:
     def hidden(self, batch: Packed, state: int) -> Tensor:
         served = self.served
         trains = torch.is_grad_enabled() and bool(served.state.parameters)
-        graph = self._graph(state, capacity(max(batch.tokens, batch.shape[0])), trains)  # rows may be empty, and each has an end
+        graph = self.graph(state, capacity(max(batch.tokens, batch.shape[0])), trains)  # rows may be empty, and each has an end
         if graph is None:
             served.last = f"unpadded: {served.failed or 'every captured forward waits for its backward'}"
             return served._eager(batch, self.device)
         served.last = f"captured: {batch.tokens} tokens in a graph of {graph.inputs.capacity}"
         self.turns.take(self.device)
         if not trains:
-            return unpack(graph(batch), graph.inputs.places(batch.tokens), batch.shape)
-        rows = graph(batch, served.state.parameters)
+            return unpack(graph(batch)[0][: batch.tokens], graph.inputs.places(batch.tokens), batch.shape)
+        rows = graph(batch, served.state.parameters)[0][: batch.tokens]
         return unpack(rows, graph.inputs.places(batch.tokens).clone(), batch.shape)
 
-    def make(self, state: int, size: int, train: bool) -> None:
+    def make(self, state: int, size: Any, train: bool) -> None:
         """Capture a capacity if it is not there."""
-        self._graph(state, size, train and bool(self.served.state.parameters))
+        self.graph(state, size, train and bool(self.served.state.parameters))
 
-    def _graph(self, state: int, size: int, trains: bool) -> Any:
-        """The graph of a capacity, made if there is none; None where it cannot be had."""
+    def graph(self, state: int, size: Any, trains: bool) -> Any:
+        """The graph of a size, made if there is none; None where it cannot be had."""
         served = self.served
         slot = self._slot() if trains else None
         if trains and slot is None:
@@ -257,32 +301,35 @@ class _Gpu:
                 found = self._capture(size, slot)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 served.failed = f"a CUDA graph could not be captured ({' '.join(str(error).split())[:200]})"
-                served.say(f"{type(served.model).__name__}: {served.failed}; it runs unpadded, without graphs")
+                served.say(f"{type(served.model).__name__}: {served.failed}; {served.fallback}")
                 return None
             served.graphs[key] = found
             self._drop()
         served.graphs.move_to_end(key)
         return found
 
-    def _capture(self, size: int, slot: Any) -> Any:
-        from saccade.encoders.graphs import Forward, Gradients, Inputs, Training
+    def _capture(self, size: Any, slot: Any) -> Any:
+        from saccade.encoders.graphs import Forward, Gradients, Training
 
-        served, types = self.served, "token_type_ids" in self.served.signature.parameters
-        longest = int(getattr(served.model.config, "max_position_embeddings", 2**14) or 2**14)
+        served = self.served
 
-        def run(inputs: Inputs) -> Tensor:
+        def make() -> Any:
+            return served.inputs(size, self.device)
+
+        def run(inputs: Any) -> tuple[Tensor, ...]:
             enabled = torch.is_autocast_enabled("cuda")
             # casts of weights that autocast remembers would go stale
             with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled, cache_enabled=False):
-                return served.run(inputs.arguments(types), Borders(inputs.ends, min(longest, size)))
+                found: tuple[Tensor, ...] = served.outputs(inputs)
+                return found
 
         if slot is None:
-            return Forward(run, size, self.device, self.stream, self.pool)
+            return Forward(run, make, self.device, self.stream, self.pool)
         parameters = served.state.parameters
         known = tuple([x.data_ptr() for x in parameters])
         if known not in self.gradients:
             self.gradients = {known: Gradients(parameters)}  # type: ignore[arg-type]
-        return Training(served.model, run, size, self.device, self.stream, slot, parameters, self.gradients[known])  # type: ignore[arg-type]
+        return Training(served.model, run, make, self.device, self.stream, slot, parameters, self.gradients[known])  # type: ignore[arg-type]
 
     def _slot(self) -> Any:
         from saccade.encoders.graphs import Slot

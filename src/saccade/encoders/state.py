@@ -53,6 +53,7 @@ class State:
             for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
         ]
         self._dropouts = [m for m in self._modules if isinstance(m, nn.Dropout)]
+        self._paths = [m for m in self._modules if isinstance(getattr(m, "drop_prob", None), float)]  # of timm and DINOv2
         self._adapters = [m for m in self._modules if hasattr(m, "_disable_adapters")]  # of peft
         self._checkpointed = [m for m in self._modules if hasattr(m, "gradient_checkpointing")]
 
@@ -72,7 +73,7 @@ class State:
     def _numbers(self) -> list[Any]:
         """What lies outside of the parts of the modules."""
         return [
-            [m.p for m in self._dropouts],
+            [m.p for m in self._dropouts] + [m.drop_prob for m in self._paths],
             [_switches(m) for m in self._adapters],
             [m.gradient_checkpointing for m in self._checkpointed],
             self.tensors[0].dtype,

@@ -1,0 +1,238 @@
+"""Models whose batch has a fixed shape behind its first dimension: towers of images, and the text towers beside them. Captured by batch size."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from saccade.encoders import attention
+from saccade.encoders.capacity import ROWS, rows_captured
+from saccade.encoders.served import Encoder
+from saccade.errors import InvalidArgument
+
+_MASK = "attention_mask"
+_MOST_FORMS = 16  # shapes behind the batch for which graphs are made; each has graphs of its own
+_ASKED = {"output_attentions", "output_hidden_states"}
+
+
+class Tower(NamedTuple):
+    """The tensor that a batch must have, and others that it may have."""
+
+    main: str
+    others: tuple[str, ...] = ()
+
+
+_PIXELS, _IDS = Tower("pixel_values"), Tower("input_ids", (_MASK, "position_ids"))
+# `model_type` of a config -> tower. Others may mix the images of a batch
+TOWERS: dict[str, Tower] = {
+    **dict.fromkeys(("vit", "clip_vision_model", "siglip_vision_model", "dinov2"), _PIXELS),
+    **dict.fromkeys(("clip_text_model", "siglip_text_model"), _IDS),
+}
+TIMM = Tower("x")
+Form = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # by tensor: its name, its shape behind the batch, its dtype
+
+
+def tower_of(model: nn.Module) -> Tower | None:
+    """How a model's batches are captured; None if it is no known tower."""
+    timm = sys.modules.get("timm.models.vision_transformer")
+    if timm is not None and type(model) is timm.VisionTransformer:
+        return TIMM
+    return TOWERS.get(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def why_not(model: nn.Module) -> str:
+    """Why a known tower cannot be captured by batch size; empty if it can."""
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        return "it has batch normalisation, which would count the padding of a batch"
+    return ""
+
+
+class Rows:
+    """The memory from which a graph reads a batch of up to `capacity` rows. Rows behind the batch are 0, and their mask is 1: a row of which attention
+    sees nothing may give NaN, which would spread to the gradients."""
+
+    def __init__(self, capacity: int, form: Form, device: torch.device):
+        self.capacity = capacity
+        with torch.inference_mode(False):
+            self.tensors = {
+                name: torch.full((capacity, *shape), int(name == _MASK), dtype=dtype, device=device)
+                for name, shape, dtype in form
+            }
+
+    def load(self, batch: dict[str, Tensor]) -> None:
+        """Bring a batch, on the current stream; one on the host may be changed as soon as this returns."""
+        for name, x in batch.items():
+            memory, rows = self.tensors[name], x.shape[0]
+            memory[:rows].copy_(x)
+            if rows < self.capacity:
+                memory[rows:].fill_(int(name == _MASK))
+
+
+class Batched(Encoder):
+    """A tower whose forward is replayed from a graph of the next batch size."""
+
+    fallback = "it runs as stock"
+
+    def __init__(self, model: Any, share: float, tower: Tower):
+        super().__init__(model, share)
+        self.tower = tower
+        self.attention = "" if tower is TIMM else attention.NAME
+        self.channels = getattr(getattr(model, "config", None), "num_channels", None)
+        self._forms: dict[Form, None] = {}
+        self._made: dict[int, tuple[Any, list[str]]] = {}  # by state: the type of the outputs, None for a tensor, and their names
+        self._state = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given, reason = self._bound(args, kwargs)
+        reason = reason or self._refused(given)
+        if not reason:
+            batch = {name: given[name] for name in (self.tower.main, *self.tower.others) if given.get(name) is not None}
+            with self.lock:
+                outputs, reason = self._replayed(batch)
+                made = self._made.get(self._state)
+            if not reason:
+                assert made is not None, "a graph was captured"
+                return self._returned(made, outputs, given.get("return_dict"))
+        self.last = f"stock: {reason}"
+        return self.stock(*args, **kwargs)
+
+    # --- what is refused
+
+    def _refused(self, given: dict[str, Any]) -> str:
+        device = self.model_device()
+        if device.type != "cuda":
+            return "CUDA graphs need a GPU"
+        if self.failed:
+            return self.failed
+        return self.refused_arguments(given) or self._refused_model()
+
+    def refused_arguments(self, given: dict[str, Any]) -> str:
+        """Why a call with these arguments is not captured; empty if it is."""
+        main, names = self.tower.main, (self.tower.main, *self.tower.others)
+        x = given.get(main)
+        pixels = self.tower.others == ()
+        if not isinstance(x, Tensor) or x.dim() != (4 if pixels else 2) or x.numel() == 0 or x.is_floating_point() != pixels:
+            return f"it has no {main} `{'[B, C, H, W]' if pixels else '[B, T]'}`"
+        if pixels and self.channels not in (None, x.shape[1]):
+            return f"{main} have {x.shape[1]} channels and the model has {self.channels}"
+        for name, value in given.items():
+            if name in names or name in ("return_dict", "is_causal" if pixels else "") or value is None or value is False:
+                continue
+            return f"{name} is asked for" if name in _ASKED else f"{name} is given"
+        if given.get("is_causal"):
+            return "is_causal is asked for"
+        for name in self.tower.others:
+            y = given.get(name)
+            if y is not None and (not isinstance(y, Tensor) or y.shape != x.shape or y.device != x.device):
+                return f"{name} is no `[B, T]` beside {main}"
+        if torch.is_grad_enabled() and x.requires_grad:
+            return f"a gradient of {main} is wanted, and a graph gives those of the parameters"
+        if x.shape[0] > ROWS:
+            return f"a batch of {x.shape[0]} keeps the GPU busy; graphs end at {ROWS} rows"
+        return ""
+
+    def _refused_model(self) -> str:
+        config = getattr(self.model, "config", None)
+        if getattr(config, "output_attentions", False) or getattr(config, "output_hidden_states", False):
+            return "the config asks for attentions or hidden states"
+        implementation = getattr(config, "_attn_implementation", "")
+        if self.attention and implementation != self.attention:
+            return f"its attention is {implementation!r} now"
+        if self.model.training and getattr(self.model, "grad_checkpointing", False):
+            return "gradient checkpointing computes layers again in backward"
+        return ""
+
+    def model_device(self) -> torch.device:
+        """Where the model lies; its first parameter tells."""
+        return next(self.model.parameters()).device
+
+    # --- a batch
+
+    def _replayed(self, batch: dict[str, Tensor]) -> tuple[list[Tensor], str]:
+        """(the outputs, why there are none)."""
+        state = self.state.read()
+        x, device = batch[self.tower.main], self.state.tensors[0].device
+        if x.is_cuda and x.device != device:
+            return [], f"{self.tower.main} lie on {x.device} and the model on {device}"
+        if self.tower is TIMM and not torch.is_autocast_enabled("cuda") and x.dtype != self.state.tensors[0].dtype:
+            return [], f"x is {x.dtype} and the model {self.state.tensors[0].dtype}"
+        watched = self.state.watched()
+        if watched:
+            return [], watched
+        form = form_of(batch)
+        if not self._known(form):
+            return [], f"it has seen {_MOST_FORMS} other shapes; a new one is not captured"
+        rows = x.shape[0]
+        trains = torch.is_grad_enabled() and bool(self.state.parameters)
+        gpu = self._graphs_on(device)
+        self._state = state
+        graph = gpu.graph(state, (rows_captured(rows), form), trains)
+        if graph is None:
+            return [], self.failed or "every captured forward waits for its backward"
+        self.last = f"captured: {rows} rows in a graph of {graph.inputs.capacity}"
+        gpu.turns.take(device)
+        outputs = graph(batch, self.state.parameters) if trains else graph(batch)
+        # the next replay overwrites the memory of this one
+        return [y[:rows].clone() for y in outputs], ""
+
+    def _known(self, form: Form) -> bool:
+        """Whether graphs of a form are made."""
+        if form not in self._forms and len(self._forms) < _MOST_FORMS:
+            self._forms[form] = None
+        return form in self._forms
+
+    def _returned(self, made: tuple[Any, list[str]], outputs: list[Tensor], return_dict: bool | None) -> Any:
+        """What the model's own forward returns."""
+        kind, names = made
+        if kind is None:
+            return outputs[0]
+        found = kind(**dict(zip(names, outputs, strict=True)))
+        wanted = getattr(self.model.config, "return_dict", True) if return_dict is None else return_dict
+        return found if wanted else found.to_tuple()
+
+    # --- for graphs and the handle
+
+    def inputs(self, size: tuple[int, Form], device: torch.device) -> Rows:
+        """The memory of a batch size and a form."""
+        return Rows(*size, device)
+
+    def outputs(self, inputs: Rows) -> tuple[Tensor, ...]:
+        """The tensors that the model's own forward returns."""
+        if self.tower is TIMM:
+            self._made[self._state] = None, []
+            return (self.stock(inputs.tensors["x"]),)
+        found = self.stock(**inputs.tensors, return_dict=True)
+        names = [name for name, x in found.items() if x is not None]
+        if not all(isinstance(found[name], Tensor) for name in names):
+            raise RuntimeError(f"{type(self.model).__name__} returns more than tensors: {', '.join(names)}")
+        self._made[self._state] = type(found), names
+        return tuple([found[name] for name in names])
+
+    def describe(self) -> str:
+        """How it is computed, for `explain`."""
+        if self.model_device().type != "cuda":
+            return "stock: CUDA graphs need a GPU"
+        return f"stock: {self.failed}" if self.failed else "padded to the next batch size, replayed from CUDA graphs"
+
+    def prepare_rows(self, rows: int, train: bool) -> None:
+        """Capture the batch size of so many images, of the size and dtype of the model."""
+        if rows > ROWS:
+            raise InvalidArgument(f"images is {rows}; graphs end at {ROWS} images")
+        side = getattr(getattr(self.model, "config", None), "image_size", None)
+        if side is None or self.model_device().type != "cuda":
+            return
+        with self.lock:
+            self._state = self.state.read()
+            first = self.state.tensors[0]
+            height, width = (side, side) if isinstance(side, int) else side
+            form = (("pixel_values", (int(self.channels or 3), height, width), first.dtype),)
+            if self._known(form):
+                self._graphs_on(first.device).make(self._state, (rows_captured(rows), form), train)
+
+
+def form_of(batch: dict[str, Tensor]) -> Form:
+    """What two batches of one graph have in common."""
+    return tuple([(name, tuple(x.shape[1:]), x.dtype) for name, x in batch.items()])
