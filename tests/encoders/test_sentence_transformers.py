@@ -114,3 +114,38 @@ def test_multi_vector_encoder(tokenizer_folder):
             assert handle.served[0].last == "unpadded"
         for x, y in zip(ours, stock, strict=True):
             torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
+def test_what_a_graph_pools_is_what_the_module_pools(mode):
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    from saccade.encoders.pooling import POOLS
+
+    lengths = torch.tensor([3, 7, 1, 5])
+    rows, ends = torch.randn(20, 8), torch.nn.functional.pad(lengths.cumsum(0), (1, 4), value=16).int()
+    ends[0] = 0
+    padded = torch.nn.utils.rnn.pad_sequence(rows[:16].split(lengths.tolist()), batch_first=True)
+    mask = (torch.arange(7) < lengths[:, None]).long()
+    expected = Pooling(8, pooling_mode=mode)({"token_embeddings": padded, "attention_mask": mask})["sentence_embedding"]
+    found = POOLS[mode](rows, ends)
+    torch.testing.assert_close(found[:4], expected)
+    assert torch.equal(found[4:], torch.zeros(4, 8)), "sequences behind the last one are empty"
+
+
+def test_the_pooling_takes_only_the_batch_of_its_encoder(tokenizer_folder):
+    from saccade.encoders.pooling import Latest
+
+    model = embedding_model(tokenizer_folder, "mean", *BERT)
+    module, before = model[1], set(model[1].__dict__)
+    handle = saccade.optimize(model)
+    padded, mask = torch.randn(2, 3, SIZES["hidden_size"]), torch.ones(2, 3, dtype=torch.long)
+    handle.served[0].latest = Latest(padded, mask, torch.full((2, 4), 7.0))
+    given = {"token_embeddings": padded, "attention_mask": mask}
+    assert torch.equal(module(dict(given))["sentence_embedding"], torch.full((2, 4), 7.0))
+    for other in ({"token_embeddings": padded.clone()}, {"attention_mask": mask.clone()}, {"token_weights_sum": torch.ones(2)}):
+        assert module(given | other)["sentence_embedding"].shape == (2, SIZES["hidden_size"])
+    copied = copy.deepcopy(model)
+    assert copied[1](dict(given))["sentence_embedding"].shape == (2, SIZES["hidden_size"])
+    handle.restore()
+    assert set(module.__dict__) == before

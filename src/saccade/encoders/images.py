@@ -159,7 +159,7 @@ class Batched(Encoder):
             return [], f"{self.tower.main} lie on {x.device} and the model on {device}"
         if self.tower is TIMM and not torch.is_autocast_enabled("cuda") and x.dtype != self.state.tensors[0].dtype:
             return [], f"x is {x.dtype} and the model {self.state.tensors[0].dtype}"
-        watched = self.state.watched()
+        watched = self.state.watched
         if watched:
             return [], watched
         form = form_of(batch)

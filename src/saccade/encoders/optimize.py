@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from saccade.encoders import attention, families, images
+from saccade.encoders import attention, families, images, pooling
 from saccade.encoders.capacity import ROWS, capacities, rows_up_to
 from saccade.encoders.images import Batched
 from saccade.encoders.served import Served
@@ -74,6 +74,8 @@ class Optimized:
                     model.forward = forward
             if _implementation(one) == attention.NAME:  # else the user has chosen another since
                 model.set_attn_implementation(implementation)
+            if isinstance(one, Served):
+                pooling.detach(one)
             one.graphs.clear()
             one._gpu = None
         self.served, self._before = [], []
@@ -191,6 +193,9 @@ def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
     if not served:
         found = "; ".join(left) or f"{type(model).__name__} holds no model of transformers"
         raise InvalidArgument(f"nothing can be optimised: {found}")
+    for one in served:
+        if isinstance(one, Served):
+            pooling.attach(model, one)
     return Optimized(served, left)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from saccade.encoders.served import Served
+    from saccade.encoders.served import Served  # which imports this file
 
 Pool = Callable[[Tensor, Tensor], Tensor]  # rows `[tokens, E]` and ends `[sequences + 1]` -> embeddings `[sequences, E]`
 
@@ -25,11 +25,16 @@ def _mean(rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def _first(rows: Tensor, ends: Tensor) -> Tensor:
-    return rows[ends[:-1].clamp(max=rows.shape[0] - 1)]
+    return _of_the_filled(rows[ends[:-1].clamp(max=rows.shape[0] - 1)], ends)
 
 
 def _last(rows: Tensor, ends: Tensor) -> Tensor:
-    return rows[(ends[1:] - 1).clamp(min=0)]
+    return _of_the_filled(rows[(ends[1:] - 1).clamp(min=0)], ends)
+
+
+def _of_the_filled(rows: Tensor, ends: Tensor) -> Tensor:
+    """0 for an empty sequence, whose padded places are 0."""
+    return torch.where((ends.diff() > 0)[:, None], rows, 0)
 
 
 POOLS: dict[str, Pool] = {"mean": _mean, "cls": _first, "lasttoken": _last}
@@ -42,27 +47,34 @@ class Latest:
         self.padded, self.mask = weakref.ref(padded), None if mask is None else weakref.ref(mask)
         self.embeddings = embeddings
 
+    def is_of(self, padded: Tensor, mask: Tensor | None) -> bool:
+        """Whether these are that batch and its mask."""
+        return self.padded() is padded and self.mask is not None and self.mask() is mask
+
 
 class Pooling:
     """The forward of a Pooling module: what the graph has pooled, if the features are what the encoder put out; else the module's own."""
 
     def __init__(self, served: Served, module: Any):
         self.served, self.module, self.stock = served, module, module.forward
+        self.mode = module.pooling_mode
 
     def __call__(self, features: dict[str, Any], **options: Any) -> dict[str, Any]:
-        latest = self.served.latest
-        if latest is None or options or self.module.pooling_mode not in POOLS or not self._is(latest, features):
-            return self.stock(features, **options)
-        features["sentence_embedding"] = latest.embeddings
-        return features
+        latest, mask, rows = self.served.latest, features.get("attention_mask"), features["token_embeddings"]
+        if latest is not None and not options and latest.is_of(rows, mask) and not self._others(features):
+            features["sentence_embedding"] = latest.embeddings
+            return features
+        if (
+            isinstance(mask, Tensor) and mask.device != rows.device
+        ):  # a batch of the host, which the encoder has brought to the GPU
+            features["attention_mask"] = mask.to(rows.device)
+        found: dict[str, Any] = self.stock(features, **options)
+        return found
 
-    def _is(self, latest: Latest, features: dict[str, Any]) -> bool:
-        if latest.mask is None or latest.padded() is not features["token_embeddings"]:
-            return False
-        others = {"cls_token_embeddings", "token_weights_sum", "cu_seq_lens_q"} | (
-            {"prompt_length"} if not self.module.include_prompt else set()
-        )
-        return latest.mask() is features.get("attention_mask") and not others & features.keys()
+    def _others(self, features: dict[str, Any]) -> bool:
+        """Whether the module would read more than rows and mask."""
+        changed = self.module.pooling_mode != self.mode or ("prompt_length" in features and not self.module.include_prompt)
+        return changed or not features.keys().isdisjoint(("cls_token_embeddings", "token_weights_sum", "cu_seq_lens_q"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self.module))
@@ -72,10 +84,20 @@ class Pooling:
         return getattr, (self.module, "forward")
 
 
-def pooling_of(model: nn.Module, base: nn.Module) -> Any:
-    """The Pooling that reads the output of an encoder in a `SentenceTransformer`; None if there is none that is known."""
+def attach(model: nn.Module, served: Served) -> None:
+    """Let the Pooling of a `SentenceTransformer` take what graphs pool, if it has one of a known mode behind the encoder."""
     parts = list(model.children()) if type(model).__name__ == "SentenceTransformer" else []
-    if len(parts) < 2 or base not in parts[0].modules() or type(parts[1]).__name__ != "Pooling":
-        return None
-    mode = getattr(parts[1], "pooling_mode", None)
-    return parts[1] if isinstance(mode, str) and mode in POOLS else None
+    if len(parts) < 2 or type(parts[1]).__name__ != "Pooling" or all(x is not served.model for x in parts[0].modules()):
+        return
+    module: Any = parts[1]
+    mode = getattr(module, "pooling_mode", None)
+    if isinstance(mode, str) and mode in POOLS and "forward" not in module.__dict__:
+        served.pool, served.pooling = POOLS[mode], module
+        module.forward = Pooling(served, module)
+
+
+def detach(served: Served) -> None:
+    """Leave the Pooling as it was."""
+    if served.pooling is not None and isinstance(served.pooling.__dict__.get("forward"), Pooling):
+        del served.pooling.forward
+    served.pool = served.pooling = served.latest = None

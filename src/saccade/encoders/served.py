@@ -15,6 +15,7 @@ from saccade.encoders import attention, families
 from saccade.encoders.attention import Borders
 from saccade.encoders.capacity import capacity
 from saccade.encoders.packing import Given, Packed, pack, unpack
+from saccade.encoders.pooling import Latest, Pool
 from saccade.encoders.state import State
 from saccade.engine.calls import read_later
 from saccade.engine.problem import captured
@@ -22,8 +23,8 @@ from saccade.errors import InvalidArgument
 
 _logger = logging.getLogger("saccade")
 _MOST_SLOTS = 4  # forwards whose backward has not come yet; losses of sentence-transformers have two to four
-# Numbers of a padded batch on the host up to which it is packed there; a larger one is packed on the device. MiniLM on 2,048 sentences at once took
-# 14.1 ms packed on the host and 7.7 on the device (two runs on H100s).
+# Numbers of a padded batch on the host up to which it is packed there; a larger one is packed on the device. By numpy MiniLM on 2,048 sentences at once
+# took 14.1 ms, packed on the device 7.7 (two runs on H100s). C++ takes a third of numpy's time.
 _PACKED_ON_HOST = 2**15
 # arguments that are packed; every other one has to be absent
 _PACKED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -103,6 +104,9 @@ class Served(Encoder):
         self.has_head = has_head
         self.unfit = ""  # why nothing is packed
         self.output_type: Any = None
+        self.pool: Pool | None = None  # what a graph puts out besides its rows
+        self.pooling: Any = None  # the module of a SentenceTransformer that takes it
+        self.latest: Latest | None = None
 
     # --- a call
 
@@ -116,13 +120,14 @@ class Served(Encoder):
             batch, used = self._pack(given)
             waiting = read_later(used) if isinstance(used, Tensor) else None
             try:
-                padded = None if used is True or batch.tokens == 0 else self._hidden(batch, state)
+                padded = None if used is True or batch.tokens == 0 else self._hidden(batch, state, given.get("attention_mask"))
             except _Unfit as error:
                 self.unfit = str(error)
                 self.say(f"{self.unfit}; it runs as stock")
                 return self(*args, **kwargs)
         if padded is None or (waiting is not None and waiting()):
             self.last = "stock: there is no real token" if batch.tokens == 0 else f"stock: {_USED}"
+            self.latest = None
             return self.stock(*args, **kwargs)
         return self._outputs(padded, given.get("return_dict"))
 
@@ -180,13 +185,17 @@ class Served(Encoder):
             )
         return batch, used
 
-    def _hidden(self, batch: Packed, state: int) -> Tensor:
+    def _hidden(self, batch: Packed, state: int, mask: Tensor | None) -> Tensor:
         """The last layer, padded."""
+        self.latest = None
         device, watched = self.state.tensors[0].device, self.state.watched
         if device.type != "cuda" or watched or self.failed:
             self.last = f"unpadded{f': {watched or self.failed}' if device.type == 'cuda' else ''}"
             return self._eager(batch, device)
-        return self._graphs_on(device).hidden(batch, state)
+        padded, pooled = self._graphs_on(device).hidden(batch, state)
+        if pooled is not None:
+            self.latest = Latest(padded, mask, pooled)
+        return padded
 
     def _eager(self, batch: Packed, device: torch.device) -> Tensor:
         numbers, ends = (torch.as_tensor(x).to(device) for x in (batch.numbers, batch.ends))
@@ -239,10 +248,11 @@ class Served(Encoder):
         return Inputs(size, device)
 
     def outputs(self, inputs: Any) -> tuple[Tensor, ...]:
-        """The last layer of packed tokens."""
+        """The last layer of packed tokens, and what is pooled of them if nobody wants a gradient."""
         longest = int(getattr(self.model.config, "max_position_embeddings", 2**14) or 2**14)
         arguments = inputs.arguments("token_type_ids" in self.signature.parameters)
-        return (self.run(arguments, Borders(inputs.ends, min(longest, inputs.capacity))),)
+        rows = self.run(arguments, Borders(inputs.ends, min(longest, inputs.capacity)))
+        return (rows,) if self.pool is None or torch.is_grad_enabled() else (rows, self.pool(rows, inputs.ends))
 
     def prepare(self, tokens: int, train: bool) -> None:
         """Capture the capacity of so many tokens."""
@@ -267,19 +277,22 @@ class _Gpu:
         self.gradients: dict[tuple, Any] = {}
         self.limit = int(torch.cuda.mem_get_info(device)[0] * served.share)
 
-    def hidden(self, batch: Packed, state: int) -> Tensor:
+    def hidden(self, batch: Packed, state: int) -> tuple[Tensor, Tensor | None]:
+        """The padded rows of a batch, and what was pooled of them, if anything was."""
         served = self.served
         trains = torch.is_grad_enabled() and bool(served.state.parameters)
         graph = self.graph(state, capacity(max(batch.tokens, batch.shape[0])), trains)  # rows may be empty, and each has an end
         if graph is None:
             served.last = f"unpadded: {served.failed or 'every captured forward waits for its backward'}"
-            return served._eager(batch, self.device)
+            return served._eager(batch, self.device), None
         served.last = f"captured: {batch.tokens} tokens in a graph of {graph.inputs.capacity}"
         self.turns.take(self.device)
         if not trains:
-            return unpack(graph(batch)[0][: batch.tokens], graph.inputs.places(batch.tokens), batch.shape)
+            rows, *pooled = graph(batch)
+            padded = unpack(rows[: batch.tokens], graph.inputs.places(batch.tokens), batch.shape)
+            return padded, pooled[0][: batch.shape[0]].clone() if pooled else None
         rows = graph(batch, served.state.parameters)[0][: batch.tokens]
-        return unpack(rows, graph.inputs.places(batch.tokens).clone(), batch.shape)
+        return unpack(rows, graph.inputs.places(batch.tokens).clone(), batch.shape), None
 
     def make(self, state: int, size: Any, train: bool) -> None:
         """Capture a capacity if it is not there."""
