@@ -14,6 +14,7 @@ from torch import Tensor
 from saccade.encoders import attention, families
 from saccade.encoders.attention import Borders
 from saccade.encoders.capacity import capacity
+from saccade.encoders.captured import Inside, running
 from saccade.encoders.packing import Given, Packed, pack, unpack
 from saccade.encoders.state import State
 from saccade.engine.calls import read_later
@@ -59,6 +60,9 @@ class Served:
     # --- a call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inside: Inside | None = getattr(running, "inside", None)
+        if inside is not None:
+            return self._call_inside(inside, args, kwargs)
         given, reason = self._read(args, kwargs)
         if reason:
             self.last = f"stock: {reason}"
@@ -84,14 +88,32 @@ class Served:
             return {}, "the call is traced"
         if captured():
             return {}, "a CUDA graph of the caller is captured"
-        given = kwargs
-        if args:
+        given, reason = self._bound(args, kwargs)
+        return given, reason or self._refused(given)
+
+    def _bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        if not args:
+            return kwargs, ""
+        try:
+            given = self.signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            return {}, str(error)
+        return given | given.pop("kwargs", {}), ""
+
+    def _call_inside(self, inside: Inside, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call in a captured function: that of its batch without waiting for the device, any other as stock."""
+        given, reason = self._bound(args, kwargs)
+        reason = reason or self._refused(given) or inside.other(self, given)
+        if not reason:
             try:
-                given = self.signature.bind(*args, **kwargs).arguments
-            except TypeError as error:
-                return {}, str(error)
-            given = given | given.pop("kwargs", {})
-        return given, self._refused(given)
+                padded = inside.hidden(given.get("token_type_ids") is not None)
+                self.last = f"in a captured function, packed in {inside.inputs.capacity} tokens"
+                return self._outputs(padded, given.get("return_dict"))
+            except _Unfit as error:
+                self.unfit = reason = str(error)
+                self.say(f"{self.unfit}; it runs as stock")
+        self.last = f"stock: {reason}"
+        return self.stock(*args, **kwargs)
 
     def _refused(self, given: dict[str, Any]) -> str:
         if self.unfit:
