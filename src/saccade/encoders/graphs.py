@@ -96,7 +96,7 @@ class Turns:
 @contextmanager
 def _quiet(device: torch.device) -> Iterator[None]:
     """Leaves torch's random numbers as they were, also after a capture that fails, and keeps Python's collector from ending one midway."""
-    state = torch.cuda.get_rng_state(device)
+    state, stream = torch.cuda.get_rng_state(device), torch.cuda.current_stream(device)
     collects, done = gc.isenabled(), False
     gc.disable()
     try:
@@ -106,6 +106,7 @@ def _quiet(device: torch.device) -> Iterator[None]:
         if collects:
             gc.enable()
         if not done:
+            torch.cuda.set_stream(stream)  # torch stays on the stream of a capture that cannot be ended
             # a capture that failed leaves the generator in its capture: it gets another state, of the same numbers
             torch.cuda.default_generators[device.index or 0].graphsafe_set_state(torch.Generator(device))
         torch.cuda.set_rng_state(state, device)

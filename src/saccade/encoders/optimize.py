@@ -8,10 +8,11 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from saccade.encoders import attention, families, images, pooling
 from saccade.encoders.capacity import ROWS, capacities, rows_up_to
+from saccade.encoders.captured import CapturedFunction
 from saccade.encoders.images import Batched
 from saccade.encoders.served import Served
 from saccade.engine.arguments import check_flag
@@ -47,6 +48,7 @@ class Optimized:
 
     def __init__(self, served: list[Served | Batched], left: list[str]):
         self.served, self._left = served, left
+        self._functions: list[CapturedFunction] = []
         self._before = [(_implementation(s), s.model.__dict__.get("forward")) for s in served]
         for one in served:
             if one.attention:
@@ -78,7 +80,56 @@ class Optimized:
                 pooling.detach(one)
             one.graphs.clear()
             one._gpu = None
-        self.served, self._before = [], []
+        self.served, self._before, self._functions = [], [], []
+
+    def capture(self, function: Callable[[dict[str, Tensor]], Any]) -> CapturedFunction:
+        """Run a function around the encoder, such as a whole training step, from one CUDA graph for each size of its batch.
+
+        ```python
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=True)
+
+        def train_step(batch):
+            optimizer.zero_grad(set_to_none=True)
+            loss = model(**batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            return loss
+
+        step = handle.capture(train_step)
+        for batch in loader:
+            loss = step(batch)
+        ```
+
+        Args:
+            function: takes a dict of tensors on the model's device and returns tensors, or tuples, lists and dicts of them. The batch that is passed
+                holds `input_ids` `[B, T]`; it may lie on the host, where packing it costs no waiting for the GPU.
+
+        Returns:
+            a function of a batch, which returns copies without a graph of autograd. Make it once: graphs belong to it.
+
+        Raises:
+            InvalidArgument: function is not callable, or the handle serves more than one encoder, or none any more.
+
+        The first call with a size is a real step that runs uncaptured and makes what the optimiser keeps; the second one captures and replays. No
+        step is computed twice. A size is B, T (filled up to a multiple of 16 where there is a mask, and other tensors `[B, T]` are token types,
+        positions or integer labels), and the next capacity of real tokens. A capture that fails gives one warning, and the step runs uncaptured, as
+        do later ones. So do batches that use padded positions, and those without a GPU.
+
+        What must hold in the function:
+
+        * It calls the encoder, itself or through a head, with the batch's own `input_ids` and `attention_mask`. Any other call of it runs as stock.
+        * It reads nothing on the host: no `loss.item()`, no `print(loss)`, no GradScaler. Python in it runs at the first two calls of a size alone.
+        * Optimisers have `capturable=True`. A learning rate that changes is a tensor, `lr=torch.tensor(1e-5, device="cuda")`.
+        * `zero_grad(set_to_none=True)` stands at its start. Gradients are valid inside alone: graphs share memory.
+        * It ignores columns of mask 0, of which it may see more than were passed.
+        * Modules beside the encoder stay as they are: their modes and parameters are not looked at.
+
+        No loss of an uncaptured step outside may be alive at a capture: autograd keeps nodes of that step's stream with it.
+        """
+        found = CapturedFunction(self, function)
+        self._functions.append(found)
+        return found
 
     def prepare(
         self,
@@ -126,7 +177,7 @@ class Optimized:
             lines += [f"  {len(one.graphs)} graphs, {held / 2**20:.0f} MiB"] * bool(one.graphs)
             if parameter.dtype == torch.float32 and parameter.device.type == "cuda":
                 lines.append("  float32: model.to(torch.bfloat16) or autocast would use the 16-bit matrix units")
-        return "\n".join([*lines, *self._left])
+        return "\n".join([*lines, *[f"  {x.explain()}" for x in self._functions], *self._left])
 
 
 def _is_positive(number: Any) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from saccade.encoders import attention, families
 from saccade.encoders.attention import Borders
 from saccade.encoders.capacity import capacity
+from saccade.encoders.captured import Inside, running
 from saccade.encoders.packing import Given, Packed, pack, unpack
 from saccade.encoders.pooling import Latest, Pool
 from saccade.encoders.state import State
@@ -78,6 +79,9 @@ class Encoder:
             return {}, "the call is traced"
         if captured():
             return {}, "a CUDA graph of the caller is captured"
+        return self._named(args, kwargs)
+
+    def _named(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
         if not args:
             return kwargs, ""
         try:
@@ -111,6 +115,9 @@ class Served(Encoder):
     # --- a call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inside: Inside | None = getattr(running, "inside", None)
+        if inside is not None:
+            return self._call_inside(inside, args, kwargs)
         given, reason = self._read(args, kwargs)
         if reason:
             self.last = f"stock: {reason}"
@@ -135,6 +142,22 @@ class Served(Encoder):
         """The arguments of a call by their names, and why it runs as it is; empty if it is packed."""
         given, reason = self._bound(args, kwargs)
         return given, reason or self._refused(given)
+
+    def _call_inside(self, inside: Inside, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call in a captured function: that of its batch without waiting for the device, any other as stock."""
+        self.latest = None
+        given, reason = self._named(args, kwargs)
+        reason = reason or self._refused(given) or inside.other(self, given)
+        if not reason:
+            try:
+                padded = inside.hidden(given.get("token_type_ids") is not None)
+                self.last = f"in a captured function, packed in {inside.inputs.capacity} tokens"
+                return self._outputs(padded, given.get("return_dict"))
+            except _Unfit as error:
+                self.unfit = reason = str(error)
+                self.say(f"{self.unfit}; it runs as stock")
+        self.last = f"stock: {reason}"
+        return self.stock(*args, **kwargs)
 
     def _refused(self, given: dict[str, Any]) -> str:
         if self.unfit:
