@@ -7,9 +7,10 @@ is computed once, and nothing has to be undone after a capture.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,14 +182,22 @@ class _Step:
         """Record a step, which computes nothing."""
         from saccade.encoders.graphs import _quiet
 
+        gc.collect()  # a cycle may hold an old loss, whose nodes that add to gradients belong to another stream
         before = torch.cuda.memory_reserved(self.device)
         self.graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with (
-            _quiet(self.device),
-            torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            self.outputs = self._run(function)
+        try:
+            with (
+                _quiet(self.device),
+                torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                self.outputs = self._run(function)
+        except BaseException:
+            # torch's allocator takes a capture that could not be ended for one that still runs, and refuses to free memory
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
+                torch._C._cuda_releasePool(self.device.index or 0, pool)
+            raise
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.bytes = max(0, torch.cuda.memory_reserved(self.device) - before)
 
