@@ -47,5 +47,6 @@ def test_every_kind_of_row(table, tmp_path):
 
 def test_another_embedding_ends_the_table(table, monkeypatch):
     monkeypatch.setattr(table, "_packed", lambda case, model, batch: torch.randn(len(batch["input_ids"]), 32))
+    monkeypatch.setattr(table, "CASES", [case for case in table.CASES if "varlen_unpadded" in case.peers][:1])
     with pytest.raises(SystemExit, match=r"varlen_unpadded of .* a cosine of"):
-        table.run(None, 1, rows=["sentences fwd "])
+        table.run(None, 1)

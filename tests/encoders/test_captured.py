@@ -189,3 +189,104 @@ def test_another_call_inside_runs_as_stock():
         torch.testing.assert_close(got, theirs(**batch)[0], rtol=1e-9, atol=1e-9)
         ours(**batch)
     assert served.last == "unpadded"
+
+
+class Recorded:
+    """A `_Step` on the host: it tells what is asked of it, and computes the step whenever a GPU would."""
+
+    told: list[str] = []  # noqa: RUF012
+    fails: BaseException | None = None
+    bytes, last = 0, "inside"
+
+    def __init__(self, served, batch, size, device):
+        self.size = size
+
+    def load(self, batch, packed):
+        self.batch = batch
+        self.told.append(f"load {packed.tokens}")
+
+    def warm(self, function, stream):
+        self.told.append(f"warm {self.size}")
+        return function(self.batch)
+
+    def capture(self, function, stream, pool):
+        self.told.append(f"capture {self.size}")
+        if self.fails is not None:
+            raise self.fails
+        self.function = function
+
+    def replay(self):
+        self.told.append("replay")
+        return self.function(self.batch)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    from unittest.mock import MagicMock
+
+    from saccade.encoders import captured, served
+
+    monkeypatch.setattr(captured, "_Step", Recorded)
+    monkeypatch.setattr(captured.CapturedFunction, "_refused", lambda self, *given: self.failed)
+    monkeypatch.setattr(served.Served, "_graphs_on", lambda self, device: MagicMock())
+    monkeypatch.setattr(Recorded, "told", [])
+    return Recorded
+
+
+def test_a_size_warms_up_then_is_captured_then_replayed(recorded):
+    ours, _ = made("bert")
+    handle = saccade.optimize(ours.eval())
+    calls = []
+    function = handle.capture(lambda batch: calls.append(batch["input_ids"].shape[1]))
+    function(batch_of((5, 9)))
+    function(batch_of((5, 9, 1)))  # another number of rows
+    function(batch_of((13, 2)))  # of the columns and the capacity of the first
+    function(batch_of((4, 6)))
+    ours.train()
+    function(batch_of((5, 9)))
+    with torch.no_grad():
+        function(batch_of((5, 9)))
+    assert recorded.told == [
+        "load 14", "warm 64", "load 15", "warm 64", "load 15", "capture 64", "replay", "load 10", "replay", "load 14", "warm 64", "load 14",
+        "warm 64",
+    ]  # fmt: skip
+    assert calls == [16] * 6
+    assert "1 graphs" in handle.explain()
+    assert "warms up" in function.last
+
+
+def test_batches_that_stock_has_to_see_run_uncaptured(recorded):
+    ours, _ = made("bert")
+    function = saccade.optimize(ours.eval()).capture(lambda batch: batch["input_ids"].shape[1])
+    assert function(batch_of((0, 0), 2)) == 1
+    assert "no real token" in function.last
+    ids, mask = padded((5, 9), side="left")
+    assert function({"input_ids": ids, "attention_mask": mask}) == 9
+    assert "a padded position is used" in function.last
+    assert recorded.told == []
+
+
+def test_a_capture_that_fails_computes_the_step_once_and_says_so(recorded, caplog, monkeypatch):
+    ours, _ = made("bert")
+    handle = saccade.optimize(ours.eval())
+    widths = []
+    function = handle.capture(lambda batch: widths.append(batch["input_ids"].shape[1]))
+    monkeypatch.setattr(recorded, "fails", RuntimeError("no capture today"))
+    for _ in range(4):
+        function(batch_of((5, 9)))
+    assert widths == [16, 9, 9, 9]
+    assert caplog.text.count("no capture today") == 1
+    assert "no capture today" in handle.explain()
+    assert not handle.served[0].graphs
+
+
+def test_an_error_of_the_function_while_it_is_captured_is_the_callers(recorded, monkeypatch):
+    ours, _ = made("bert")
+    function = saccade.optimize(ours.eval()).capture(lambda batch: None)
+    function(batch_of((5, 9)))
+    monkeypatch.setattr(recorded, "fails", KeyError("labels"))
+    with pytest.raises(KeyError):
+        function(batch_of((5, 9)))
+    monkeypatch.setattr(recorded, "fails", None)
+    function(batch_of((5, 9)))
+    assert recorded.told[-1] == "replay"

@@ -8,13 +8,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from saccade.encoders.served import Served  # which imports this file
 
 Pool = Callable[[Tensor, Tensor], Tensor]  # rows `[tokens, E]` and ends `[sequences + 1]` -> embeddings `[sequences, E]`
 
@@ -55,7 +52,7 @@ class Latest:
 class Pooling:
     """The forward of a Pooling module: what the graph has pooled, if the features are what the encoder put out; else the module's own."""
 
-    def __init__(self, served: Served, module: Any):
+    def __init__(self, served: Any, module: Any):
         self.served, self.module, self.stock = served, module, module.forward
         self.mode = module.pooling_mode
 
@@ -84,7 +81,7 @@ class Pooling:
         return getattr, (self.module, "forward")
 
 
-def attach(model: nn.Module, served: Served) -> None:
+def attach(model: nn.Module, served: Any) -> None:
     """Let the Pooling of a `SentenceTransformer` take what graphs pool, if it has one of a known mode behind the encoder."""
     parts = list(model.children()) if type(model).__name__ == "SentenceTransformer" else []
     if len(parts) < 2 or type(parts[1]).__name__ != "Pooling" or all(x is not served.model for x in parts[0].modules()):
@@ -96,7 +93,7 @@ def attach(model: nn.Module, served: Served) -> None:
         module.forward = Pooling(served, module)
 
 
-def detach(served: Served) -> None:
+def detach(served: Any) -> None:
     """Leave the Pooling as it was."""
     if served.pooling is not None and isinstance(served.pooling.__dict__.get("forward"), Pooling):
         del served.pooling.forward

@@ -44,6 +44,7 @@ class Encoder:
 
     attention = attention.NAME  # its attention function while it is served; empty for a model that keeps its own
     fallback = "it runs unpadded, without graphs"
+    packs = False  # whether its batches are packed
 
     def __init__(self, model: Any, share: float):
         self.model, self.stock = model, model.forward
@@ -100,6 +101,8 @@ class Encoder:
 class Served(Encoder):
     """A base model of transformers whose forward packs its batch. share: of the memory that was free, which graphs may hold. has_head: another model
     reads its output."""
+
+    packs = True
 
     def __init__(self, model: Any, share: float, has_head: bool = False):
         super().__init__(model, share)
