@@ -8,6 +8,7 @@ import gc
 import importlib
 import json
 import logging
+import multiprocessing
 import os
 import shlex
 import sys
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 import saccade
 from saccade import InvalidArgument, UnsupportedProblem
 from saccade.cli.app import app
-from saccade.cli.soak import checks, judged, run, settings
+from saccade.cli.soak import checks, judged, run, settings, spread
 from saccade.cli.soak.cache import CacheCase, Step, check_cache
 from saccade.cli.soak.checks import Setting
 from saccade.cli.soak.draw import FAMILY, LARGE, SMALL, Draw, case_of, stack_of
@@ -614,7 +615,7 @@ def test_a_process_that_dies_is_told_with_its_cases(monkeypatch, tmp_path, capsy
 
 
 def test_processes_that_die_again_and_again_end_it_with_a_sentence(monkeypatch, capsys):
-    def dies(waiting, device, processes, spread, ends):
+    def dies(waiting, devices, processes, ends):
         yield next(waiting), None
         return True
 
@@ -637,6 +638,34 @@ def run_batch(batch, device, ends):
     broken.touch()
     return [Outcome(batch.operation, batch.backend, batch.seeds[0], True, False, said="illegal", fatal=True)]
 """
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (None, ("cuda:0", "cuda:1", "cuda:3")),
+        ("cuda", ("cuda:0", "cuda:1", "cuda:3")),
+        ("cuda:1", ("cuda:1",)),
+        ("cpu", ("cpu",)),
+    ],
+)
+def test_processes_share_all_gpus_of_a_kind_unless_one_is_named(monkeypatch, name, expected):
+    names = ["big", "big", "small", "big"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[getattr(device, "index", device)])
+    assert spread.devices_of(name, torch.device("cuda:0" if name in (None, "cuda") else name)) == expected
+
+
+def test_each_process_takes_the_next_device(monkeypatch):
+    monkeypatch.setattr(spread, "begin", lambda: None)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    begun = multiprocessing.get_context("spawn").Value("i", 0)
+    used = []
+    for _ in range(5):
+        spread.begin_on(("cuda:0", "cuda:1"), begun)
+        spread.on_own_device(lambda batch, device, ends: used.append(device), None, None)
+    assert used == chosen == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0"]
 
 
 def test_processes_begin_anew_after_one_that_lost_its_device(monkeypatch, tmp_path, capsys):

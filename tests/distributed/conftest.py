@@ -1,4 +1,4 @@
-"""Process groups of two and of four ranks: gloo on a CPU, NCCL where there are as many GPUs."""
+"""Process groups of two, four and eight ranks: gloo on a CPU, NCCL where there are as many GPUs."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ def four(request) -> RankPool:
     """Four ranks; two where there are fewer GPUs."""
     few = request.param == "cuda" and torch.cuda.device_count() < 4
     return _pool(2 if few else 4, request.param)
+
+
+MANY = [
+    pytest.param((4, "cpu"), id="4 on cpu"),
+    *(pytest.param((ranks, "cuda"), id=f"{ranks} on cuda", marks=pytest.mark.gpu) for ranks in (2, 4, 8)),
+]
+
+
+@pytest.fixture(params=MANY)
+def many(request) -> RankPool:
+    """Four ranks on a CPU; two, four and eight where there are as many GPUs."""
+    return _pool(*request.param)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,14 +31,15 @@ def _received(rank, ranks, device):
     return found
 
 
-def test_bytes_of_collectives(two):
-    whole = 4 * 8 * 2
-    for found in two(_received):
+def test_bytes_of_collectives(many):
+    part, others = 4 * 8, many.ranks - 1
+    whole = part * many.ranks
+    for found in many(_received):
         assert found == {
-            "all-gather": (whole, 1),
-            "all-gather, functional": (whole, 1),
-            "reduce-scatter": (whole // 2, 1),
-            "reduce-scatter, functional": (whole // 2, 1),
+            "all-gather": (whole * others, 1),
+            "all-gather, functional": (whole * others, 1),
+            "reduce-scatter": (part * others, 1),
+            "reduce-scatter, functional": (part * others, 1),
             "all-to-all": (whole, 1),
             "all-to-all, functional": (whole, 1),
             "all-reduce": (2 * whole, 1),

@@ -187,8 +187,8 @@ def test_language_model_over_a_sharded_sequence(two, how, hooks):
     assert max(two(_language_model, how, hooks)) < (LIMITS[two.device_type],)
 
 
-def test_language_model_on_four_ranks(four):
-    assert max(four(_language_model, "FSDP2", "checkpoint")) < (LIMITS[four.device_type],)
+def test_language_model_on_many_ranks(many):
+    assert max(many(_language_model, "FSDP2", "checkpoint")) < (LIMITS[many.device_type],)
 
 
 def _tensor_parallel_layer(rank, ranks, device):

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,11 +21,11 @@ from saccade.cli.soak.cover import SEEDS
 from saccade.cli.soak.draw import FAMILY, stack_of
 from saccade.cli.soak.judged import Outcome, covering, is_slow, pairs, run_stack
 from saccade.cli.soak.results import Batch, Found, Tally, command_line
-from saccade.cli.soak.settings import begin, for_tiny_problems
+from saccade.cli.soak.settings import for_tiny_problems
+from saccade.cli.soak.spread import begin_on, devices_of, on_own_device
 from saccade.errors import InvalidArgument
 
 _USUAL_COUNT = 500
-_place: str | None = None  # the device of this process, if it is one of a pool whose processes are spread over GPUs
 # cases of a family that a backend declines before it is not asked for the others
 _ENOUGH_DECLINED = 3
 # bytes that a process keeps from one stack to the next
@@ -113,7 +112,6 @@ def run_batch(batch: Batch, device: str, ends: float | None = None) -> list[Outc
     """The outcomes of a batch, in this process; the first that loses the device is the last. Where a backend declines the first cases of a family,
     the others are not tried: each costs a dozen draws. ends: by `time.time()`, which processes share, when no further case begins."""
     outcomes: list[Outcome] = []
-    device = _place or device
     where = torch.device(device)
     entry = None if batch.entry is None else covering(batch.operation, batch.backend, where)[batch.entry]
     for _, stack in itertools.groupby(batch.seeds, lambda seed: stack_of(seed, batch.family)):
@@ -181,8 +179,9 @@ def _soak(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> Fo
     covers = task.entry is None and (task.cover or task.minutes is not None)
     found.to_cover = sum(len(covering(*pair, device)) for pair in chosen) if covers else 0
     count = None if task.random_cases is None else task.random_cases + found.to_cover * SEEDS
+    devices = devices_of(task.device, device)
     with _progress(count, task.minutes) as show:
-        for batch, outcomes in _outcomes(waiting, device, task, ends):
+        for batch, outcomes in _outcomes(waiting, devices, task.processes, ends):
             for outcome in outcomes or ():
                 found.add(outcome, device, batch.family, batch.entry)
             if outcomes is None:
@@ -205,17 +204,16 @@ def _waiting(task: Task, chosen: list[tuple[str, str]], device: torch.device) ->
 
 
 def _outcomes(
-    waiting: Iterator[Batch], device: torch.device, task: Task, ends: float | None
+    waiting: Iterator[Batch], devices: tuple[str, ...], processes: int, ends: float | None
 ) -> Iterator[tuple[Batch, list[Outcome] | None]]:
-    """Each batch with its outcomes, until there are no more or the time is over; None where a process died."""
+    """Each batch with its outcomes, until there are no more or the time is over; None where a process died. One process uses the first device."""
     batches_in_time = itertools.takewhile(lambda _: ends is None or time.time() < ends, waiting)
-    spread = task.device in (None, "cuda")
-    if task.processes == 1:
+    if processes == 1:
         for batch in batches_in_time:
-            yield batch, run_batch(batch, str(device), ends)
+            yield batch, run_batch(batch, devices[0], ends)
         return
     for _ in range(_MOST_POOLS):
-        if not (yield from _of_a_pool(batches_in_time, device, task.processes, spread, ends)):
+        if not (yield from _of_a_pool(batches_in_time, devices, processes, ends)):
             return
     if next(batches_in_time, None) is not None:
         print(
@@ -223,25 +221,14 @@ def _outcomes(
         )
 
 
-def _begin(started: Any, spread: bool) -> None:
-    """The beginning of a process of a pool. started: how many have begun. spread: whether each takes the next GPU."""
-    global _place
-    begin()
-    with started.get_lock():
-        number, started.value = started.value, started.value + 1
-    if spread and torch.cuda.device_count() > 1:
-        _place = f"cuda:{number % torch.cuda.device_count()}"
-        torch.cuda.set_device(_place)
-
-
 def _of_a_pool(
-    waiting: Iterator[Batch], device: torch.device, processes: int, spread: bool, ends: float | None
+    waiting: Iterator[Batch], devices: tuple[str, ...], processes: int, ends: float | None
 ) -> Generator[tuple[Batch, list[Outcome] | None], None, bool]:
     """The same of processes that begin now, until one of them dies or loses its device, which is what is returned: a new one has a device again."""
     # spawned: a fork would inherit a CUDA context that it cannot use
     context, lost = multiprocessing.get_context("spawn"), False
-    with concurrent.futures.ProcessPoolExecutor(processes, context, _begin, (context.Value("i", 0), spread)) as pool:
-        running = {pool.submit(run_batch, b, str(device), ends): b for b in itertools.islice(waiting, processes)}
+    with concurrent.futures.ProcessPoolExecutor(processes, context, begin_on, (devices, context.Value("i", 0))) as pool:
+        running = {pool.submit(on_own_device, run_batch, b, ends): b for b in itertools.islice(waiting, processes)}
         while running:
             done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in done:
@@ -254,7 +241,7 @@ def _of_a_pool(
                 yield batch, outcomes
                 lost |= any(outcome.fatal for outcome in outcomes)
                 if not lost:
-                    running |= {pool.submit(run_batch, b, str(device), ends): b for b in itertools.islice(waiting, 1)}
+                    running |= {pool.submit(on_own_device, run_batch, b, ends): b for b in itertools.islice(waiting, 1)}
     return lost
 
 
