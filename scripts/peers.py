@@ -142,16 +142,20 @@ def main(words: list[str] | None = None, suites: tuple[Suite, ...] = SUITES) -> 
     parser.add_argument("-k", help="only tests of that expression, as pytest takes it")
     parser.add_argument("--minutes", type=float, default=120.0, help="the most that one run of a suite may take; 120 by default")
     parser.add_argument("--processes", type=int, default=1, help="how many tests run at a time, by pytest-xdist; 1 by default")
+    parser.add_argument("--every", type=int, default=1, help="one test of so many, chosen by their names; all by default")
+    parser.add_argument("--ours-only", action="store_true", help="do not run the suite without us, where its own package is not compiled")
     given = parser.parse_args(words)
     options = [] if given.k is None else ["-k", given.k]
     options += ["-n", str(given.processes)] if given.processes > 1 else []
+    options += [f"--peers-every={given.every}"] if given.every > 1 else []
     runs: dict[str, tuple[Run, Run]] = {}
     sentences = []
     for suite in (s for s in suites if s.name in (given.only or names)):
         if absent := missing(suite, given.peers):
             sentences.append(absent)
             continue
-        without, ours = (run(suite, given.peers, with_us, options, given.minutes) for with_us in (False, True))
+        without = Run({}) if given.ours_only else run(suite, given.peers, False, options, given.minutes)
+        ours = run(suite, given.peers, True, options, given.minutes)
         runs[suite.name] = without, ours
         said = (("without us", without), ("with us", ours))
         sentences += [f"{suite.name}: the run {which} {found.ended}" for which, found in said if found.ended]

@@ -9,6 +9,7 @@ import inspect
 import json
 import sys
 import types
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The options that `peers.py` gives."""
     parser.addoption("--peers-adapter", default="none", choices=("none", *ADAPTERS))
     parser.addoption("--peers-log")
+    parser.addoption("--peers-every", type=int, default=1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,6 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
         ADAPTERS[adapter]()
     if config.getoption("--peers-log") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Log(Path(config.getoption("--peers-log"))))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one test of so many, the same ones in every process and run."""
+    every = config.getoption("--peers-every")
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % every == 0]
 
 
 class _Log:
