@@ -11,7 +11,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,6 @@ from saccade.encoders.capacity import capacity
 from saccade.encoders.packing import PLACES, Packed, unpack
 from saccade.engine.problem import captured
 from saccade.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from saccade.encoders.optimize import Optimized
-    from saccade.encoders.served import Served
 
 Batch = dict[str, Tensor]
 _PACKED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -61,13 +57,13 @@ def widened(batch: Batch, columns: int, padding: int) -> Batch:
 
 
 class Inside:
-    """The batch of a captured function as a call of the encoder finds it. batch: tensors at fixed addresses. inputs: `graphs.Inputs`, its packed
-    tokens."""
+    """The batch of a captured function as a call of the encoder finds it. served: the `Served` encoder. batch: tensors at fixed addresses.
+    inputs: `graphs.Inputs`, its packed tokens."""
 
-    def __init__(self, served: Served, batch: Batch, inputs: Any):
+    def __init__(self, served: Any, batch: Batch, inputs: Any):
         self.served, self.batch, self.inputs = served, batch, inputs
 
-    def other(self, served: Served, given: Mapping[str, Any]) -> str:
+    def other(self, served: Any, given: Mapping[str, Any]) -> str:
         """Why a call is not that of the batch; empty if it is. Token types may be left out."""
         if served is not self.served:
             return "another encoder's function is captured"
@@ -141,7 +137,7 @@ class _Static:
 class _Step:
     """One size of a captured function: its memory, and its graph once it is captured."""
 
-    def __init__(self, served: Served, batch: Batch, size: int, device: torch.device):
+    def __init__(self, served: Any, batch: Batch, size: int, device: torch.device):
         from saccade.encoders.graphs import Inputs
 
         self.device, self.static, self.inputs = device, _Static(batch, device), Inputs(size, device)
@@ -186,18 +182,20 @@ class _Step:
         before = torch.cuda.memory_reserved(self.device)
         self.graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.device))
+        done = False
         try:
             with (
                 _quiet(self.device),
                 torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             ):
                 self.outputs = self._run(function)
-        except BaseException:
-            # torch's allocator takes a capture that could not be ended for one that still runs, and refuses to free memory
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
-                torch._C._cuda_releasePool(self.device.index or 0, pool)
-            raise
+            done = True
+        finally:
+            if not done:
+                # torch's allocator takes a capture that could not be ended for one that still runs, and refuses to free memory
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
+                    torch._C._cuda_releasePool(self.device.index or 0, pool)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.bytes = max(0, torch.cuda.memory_reserved(self.device) - before)
 
@@ -220,7 +218,7 @@ class CapturedFunction:
         last: how the last call ran.
     """
 
-    def __init__(self, handle: Optimized, function: Callable[[Batch], Any]):
+    def __init__(self, handle: Any, function: Callable[[Batch], Any]):
         if not callable(function):
             raise InvalidArgument(f"function is a {type(function).__name__}; it must be callable with a batch")
         if len(handle.served) != 1:
@@ -260,12 +258,12 @@ class CapturedFunction:
         device = next(self._model.parameters()).device
         return _copied(self.function({name: x.to(device) for name, x in batch.items()}))
 
-    def _refused(self, served: Served, batch: Batch) -> str:
+    def _refused(self, served: Any, batch: Batch) -> str:
         if served.state.tensors[0].device.type != "cuda":
             return "graphs need a GPU"
         return self.failed or served.failed or served.state.watched or served._refused({x: batch.get(x) for x in _PACKED})
 
-    def _stepped(self, served: Served, state: int, given: Batch, wide: Batch, packed: Packed) -> Any:
+    def _stepped(self, served: Any, state: int, given: Batch, wide: Batch, packed: Packed) -> Any:
         """Replay the graph of a size, or capture it first, or warm it up."""
         device, size = served.state.tensors[0].device, capacity(max(packed.tokens, packed.shape[0]))
         shapes = tuple([(name, x.shape, x.dtype) for name, x in wide.items()])
@@ -283,15 +281,11 @@ class CapturedFunction:
             self.last = f"uncaptured: the first step of a size of {size} tokens, which warms up"
             return found
         if made:
-            try:
-                step.capture(self.function, gpu.stream, gpu.pool)
-            except BaseException as error:
-                # torch's random numbers have another state now, which graphs made before do not follow, and the pool may be lost
-                served.graphs.clear()
-                served._gpu = None
-                if not isinstance(error, RuntimeError):
-                    raise
-                return self._failed(served, given, error)
+            self.failed = self._capture(served, step, gpu)
+            if self.failed:
+                self.last = f"uncaptured: {self.failed}"
+                served.say(f"{self.name}: {self.failed}; it runs uncaptured")
+                return self._plain(given)
             served.graphs[key] = step
             gpu._drop()
         served.graphs.move_to_end(key)
@@ -299,11 +293,20 @@ class CapturedFunction:
         served.last = step.last
         return step.replay()
 
-    def _failed(self, served: Served, batch: Batch, error: BaseException) -> Any:
-        self.failed = f"a CUDA graph could not be captured ({' '.join(str(error).split())[:200]})"
-        self.last = f"uncaptured: {self.failed}"
-        served.say(f"{self.name}: {self.failed}; it runs uncaptured")
-        return self._plain(batch)
+    def _capture(self, served: Any, step: _Step, gpu: Any) -> str:
+        """Capture a step; says why it could not be."""
+        done = False
+        try:
+            step.capture(self.function, gpu.stream, gpu.pool)
+            done = True
+        except RuntimeError as error:
+            return f"a CUDA graph could not be captured ({' '.join(str(error).split())[:200]})"
+        finally:
+            if not done:
+                # torch's random numbers have another state now, which graphs made before do not follow, and the pool may be lost
+                served.graphs.clear()
+                served._gpu = None
+        return ""
 
     @property
     def name(self) -> str:
