@@ -57,8 +57,8 @@ def widened(batch: Batch, columns: int, padding: int) -> Batch:
 
 
 class Inside:
-    """The batch of a captured function as a call of the encoder finds it. batch: tensors at fixed addresses. inputs: `graphs.Inputs`, its packed
-    tokens."""
+    """The batch of a captured function as a call of the encoder finds it. served: the `Served` encoder. batch: tensors at fixed addresses.
+    inputs: `graphs.Inputs`, its packed tokens."""
 
     def __init__(self, served: Any, batch: Batch, inputs: Any):
         self.served, self.batch, self.inputs = served, batch, inputs
@@ -285,16 +285,11 @@ class CapturedFunction:
             self.last = f"uncaptured: the first step of a size of {size} tokens, which warms up"
             return found
         if made:
-            done = False
-            try:
-                step.capture(self.function, gpu.stream, gpu.pool)
-                done = True
-            except RuntimeError as error:
-                _drop_all(served)
-                return self._failed(served, given, error)
-            finally:
-                if not done:
-                    _drop_all(served)
+            self.failed = self._capture(served, step, gpu)
+            if self.failed:
+                self.last = f"uncaptured: {self.failed}"
+                served.say(f"{self.name}: {self.failed}; it runs uncaptured")
+                return self._plain(given)
             served.graphs[key] = step
             gpu._drop()
         served.graphs.move_to_end(key)
@@ -302,11 +297,20 @@ class CapturedFunction:
         served.last = step.last
         return step.replay()
 
-    def _failed(self, served: Any, batch: Batch, error: RuntimeError) -> Any:
-        self.failed = f"a CUDA graph could not be captured ({' '.join(str(error).split())[:200]})"
-        self.last = f"uncaptured: {self.failed}"
-        served.say(f"{self.name}: {self.failed}; it runs uncaptured")
-        return self._plain(batch)
+    def _capture(self, served: Any, step: _Step, gpu: Any) -> str:
+        """Capture a step; says why it could not be."""
+        done = False
+        try:
+            step.capture(self.function, gpu.stream, gpu.pool)
+            done = True
+        except RuntimeError as error:
+            return f"a CUDA graph could not be captured ({' '.join(str(error).split())[:200]})"
+        finally:
+            if not done:
+                # torch's random numbers have another state now, which graphs made before do not follow, and the pool may be lost
+                served.graphs.clear()
+                served._gpu = None
+        return ""
 
     @property
     def name(self) -> str:
@@ -318,12 +322,6 @@ class CapturedFunction:
         graphs = [g for one in self._handle.served for key, g in one.graphs.items() if key[0] is self]
         held = sum([g.bytes for g in graphs])
         return f"{self.name}: {len(graphs)} graphs, {held / 2**20:.0f} MiB; last call {self.last}"
-
-
-def _drop_all(served: Any) -> None:
-    """After a capture that failed: torch's random numbers have another state now, which graphs made before do not follow, and the pool may be lost."""
-    served.graphs.clear()
-    served._gpu = None
 
 
 def _checked(batch: Any) -> Batch:
