@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import random
 import tempfile
 import time
@@ -27,12 +28,37 @@ def on_ranks(function: Callable[..., Any], ranks: int, device_type: str, *args: 
         ]
         for process in started:
             process.start()
+        failed = _first_failures(started)
         for process in started:
+            if failed:  # the others may wait for an exchange that never comes
+                process.terminate()
             process.join()
-    failed = [rank for rank, process in enumerate(started) if process.exitcode]
     if failed:
         raise RuntimeError(f"ranks {failed} failed; their errors are above")
     return answers.get()
+
+
+def counts_of(ranks: int) -> list[int]:
+    """Of 1, 2, 4 and 8 ranks, those of which a machine has as many."""
+    if ranks < 1:
+        raise RuntimeError("torch sees no GPU here; a table of ranks needs one at least")
+    return [count for count in (1, 2, 4, 8) if count <= ranks]
+
+
+def first_ranks(count: int) -> Any:
+    """The group of the first ranks. Every rank calls it, those outside too."""
+    return dist.new_group(list(range(count)))
+
+
+def _first_failures(processes: list[Any]) -> list[int]:
+    """The ranks that have failed by the time the first does; empty once all have ended well."""
+    left = {process.sentinel: process for process in processes}
+    while left:
+        for sentinel in multiprocessing.connection.wait(list(left)):
+            left.pop(sentinel).join()
+        if failed := [rank for rank, process in enumerate(processes) if process.exitcode]:
+            return failed
+    return []
 
 
 def _rank(function: Callable[..., Any], rank: int, ranks: int, device_type: str, where: str, answers: Any, args: tuple) -> None:
@@ -63,6 +89,28 @@ def in_turns(
     for _ in range(repeats):
         for name in drawn.sample(list(steps), len(steps)):
             found[name].append(_slowest(steps[name], device))
+    return {name: _summary(sorted(times)) for name, times in found.items()}
+
+
+def in_turns_made(
+    makers: dict[str, Callable[[], dict[str, Callable[[], object]]] | None],
+    directions: tuple[str, ...],
+    device: torch.device,
+    repeats: int,
+) -> dict[tuple[str, str], Timing]:
+    """`in_turns` for backends that do not fit into memory side by side: `makers` make the steps of a turn, which are gone after it. The
+    maker makes a warm-up call in every turn. None: the rank waits."""
+    found: dict[tuple[str, str], list[float]] = {(name, direction): [] for name in makers for direction in directions}
+    drawn = random.Random(0)
+    for _ in range(repeats):
+        for name in drawn.sample(list(makers), len(makers)):
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            maker = makers[name]
+            steps = maker() if maker else {}
+            for direction in directions:
+                found[name, direction].append(_slowest(steps.get(direction), device))
+            del steps
     return {name: _summary(sorted(times)) for name, times in found.items()}
 
 

@@ -1,6 +1,6 @@
 """Trains a language model with dynamic masks on a sequence that is sharded over ranks, its parameters sharded by FSDP2.
 
-    torchrun --nproc_per_node=2 examples/train_context_parallel.py [--tokens 4096] [--keep 64] [--steps 20]
+    torchrun --nproc_per_node=2 examples/train_context_parallel.py [--tokens 4096] [--keep 64] [--steps 20] [--dtype bf16]
 
 It runs on as many GPUs as there are processes (NCCL), and on CPUs (gloo). Two machines, each with its own torchrun:
 
@@ -8,7 +8,7 @@ It runs on as many GPUs as there are processes (NCCL), and on CPUs (gloo). Two m
 
 The text is Python's own documentation, the topics of `help()`, byte by byte; each topic is a document, and documents cross ranks.
 Every rank holds `tokens / context` consecutive tokens of a sequence. All that a layer exchanges over the sequence is in
-`saccade.distributed.dynamic_mask_attention`: the best `keep` keys of each rank.
+`saccade.distributed.dynamic_mask_attention`: the best `keep` keys of each rank. The last line is the tokens per second of all ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import saccade.distributed
 
 VOCABULARY = 256
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Stretch(NamedTuple):
@@ -104,18 +105,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
-def corpus() -> tuple[Tensor, Tensor]:
-    """(bytes, documents), int64 `[n]`: the topics of `help()` one behind another."""
+def corpus(least: int = 0) -> tuple[Tensor, Tensor]:
+    """(bytes, documents), int64 `[n]`: the topics of `help()` one behind another, and again until there are `least` bytes."""
     topics = [text.encode() for _, text in sorted(pydoc_data.topics.topics.items())]
+    topics *= max(1, -(-least // sum(len(text) for text in topics)))
     numbers = torch.repeat_interleave(torch.arange(len(topics)), torch.tensor([len(text) for text in topics]))
     return torch.frombuffer(bytearray(b"".join(topics)), dtype=torch.uint8).to(torch.int64), numbers
 
 
 def stretch(text: tuple[Tensor, Tensor], start: int, tokens: int, rank: int, ranks: int, device: torch.device) -> Stretch:
-    """The part of a rank of the sequence of `tokens` bytes that begins at `start`."""
+    """The part of a rank of the sequence of `tokens` bytes that begins at `start`; what is too near the end begins again at the front."""
     bytes_, documents = text
     each = tokens // ranks
-    begin = (start + rank * each) % (len(bytes_) - tokens - 1)
+    begin = start % (len(bytes_) - tokens) + rank * each
     part = slice(begin, begin + each)
     positions = torch.arange(rank * each, (rank + 1) * each)
     found = (bytes_[part], bytes_[begin + 1 : begin + each + 1], documents[part], positions)
@@ -134,6 +136,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of layers; parameters are kept and summed in fp32")
     return parser.parse_args(argv)
 
 
@@ -147,30 +150,32 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
     torch.manual_seed(0)  # the same parameters on every rank, before they are sharded
     model = LanguageModel(options.layers, options.width, options.heads, options.kv_heads, options.keep, sequences["context"])
     model.to(device)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[options.dtype], reduce_dtype=torch.float32)
     for layer in model.layers:
-        fully_shard(layer, mesh=everyone)
-    fully_shard(model, mesh=everyone)
+        fully_shard(layer, mesh=everyone, mp_policy=policy)
+    fully_shard(model, mesh=everyone, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
-    text, losses, took = corpus(), [], []
+    text, losses, seconds = corpus(2 * options.tokens), [], []
     for step in range(options.steps):
         began = time.perf_counter()
         start = (step * (ranks // context) + rank // context) * options.tokens
         part = stretch(text, start, options.tokens, rank % context, context, device)
         logits = model(part.tokens, part.documents, part.positions)
         # FSDP averages gradients over ranks, which have equally many tokens
-        loss = F.cross_entropy(logits.flatten(0, 1), part.targets.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), part.targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(total.item() / ranks)
+        seconds.append(time.perf_counter() - began)
         if rank == 0:
-            took.append(time.perf_counter() - began)
-            print(f"step {step:3d}  loss {losses[-1]:.4f}  {took[-1]:.2f} s", flush=True)
-    if rank == 0 and len(took) > 1:
-        seconds = statistics.median(took[1:])  # the first step compiles
-        print(f"{ranks // context * options.tokens / seconds:,.0f} tokens/s on {ranks} ranks, by the median step", flush=True)
+            print(f"step {step:3d}  loss {losses[-1]:.4f}  {seconds[-1]:.2f} s", flush=True)
+    if rank == 0 and len(seconds) > 1:
+        # the first step may compile
+        speed = options.tokens * (ranks // context) / statistics.median(seconds[1:])
+        print(f"{speed:,.0f} tokens per second on {ranks} ranks, the median of the steps after the first", flush=True)
     return losses
 
 

@@ -1,26 +1,25 @@
-"""Dynamic masks over a sequence that two, four or eight GPUs share, against the same call on one of them: forward, backward and both.
+"""Dynamic masks over a sequence that several GPUs share, against the same call on one of them: forward, backward and both.
 
     python benchmarks/run.py context_parallel --out benchmarks/results/h100x4
 
-Backends: `one_gpu` is `saccade.dynamic_mask_attention` of the whole sequence. `two_gpus`, `four_gpus` and `eight_gpus`, as many as the machine has,
-are `saccade.distributed`'s with an equal part on each. `ring` is torch's ring attention over all GPUs, dense, with the key heads expanded as it
-needs, where it takes less than seconds. Times are those of the slowest rank, by the wall clock between two barriers; backends of one number of ranks
-take turns, and `one_gpu` takes turns with each. Its rows are those beside the most ranks.
+Backends: `gpus_P` is `saccade.distributed.dynamic_mask_attention` with 1 / P of the sequence on each of P GPUs, for each P of 1, 2, 4
+and 8 that the machine has; `ring` is torch's ring attention over the most of them, dense, with the key heads expanded as it needs,
+where it takes less than seconds. Times are those of the slowest rank, by the wall clock between two barriers; the backends take turns.
+A row is left out, with a printed sentence, where a GPU has too little memory for it.
 
-Notes give the efficiency, the time of one GPU in the same turns over P times that of P ranks, and the bytes that a rank receives. These are counted in
-the calls themselves (torch's ring sends where the counter does not look), beside what is predicted, (P - 1) * keep rows for each key head, those of
-gathering K and V, and those of a ring, which moves as many in forward, and K, V and their gradients in backward.
+Notes give the bytes that rank 0 receives, counted in the calls themselves (torch's ring sends where the counter does not look), beside
+the prediction, (P - 1) * keep rows, and beside those of gathering K and V and of a ring, which moves as many in forward, and K, V and
+their gradients in backward. Efficiency is the time of one GPU over P times that of P.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from rank_common import in_turns, on_ranks
+from rank_common import counts_of, first_ranks, in_turns_made, on_ranks
 from rows import Row, Writer
 from torch import Tensor
 
@@ -29,8 +28,10 @@ import saccade.distributed
 from saccade.testing.timing import Timing
 from saccade.testing.traffic import Traffic
 
-DEVICE, REPEATS = "cuda", 11
-NAMES = {2: "two_gpus", 4: "four_gpus", 8: "eight_gpus"}
+DEVICE, RANKS, REPEATS = "cuda", torch.cuda.device_count(), 11
+DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
+# of what a call is known to hold: selection, lists and what the allocator cannot use
+_SLACK = 1.15
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,10 @@ class Setting:
         return f"context_parallel({sizes} random)"
 
     def offered(self, ranks: int, direction: str) -> int:
-        """The bytes that a rank receives at most, as the guide predicts them: rows of K and V with their scores, there and, as gradients, back."""
+        """The bytes of the offers that rank 0 receives, or of their gradients: rows of K and V with a float32 score."""
         row = 2 * self.dim * self.dtype.itemsize + 4
-        return (ranks - 1) * self.keep * self.kv_heads * row * {"fwd": 1, "bwd": 1, "fwd+bwd": 2}[direction]
+        rows = (ranks - 1) * min(self.keep, self.length // ranks) * self.kv_heads
+        return rows * row * {"fwd": 1, "bwd": 1, "fwd+bwd": 2}[direction]
 
     def gathered(self, ranks: int) -> int:
         """The bytes that a rank receives if K and V are gathered."""
@@ -62,54 +64,100 @@ class Setting:
         """The bytes that a rank receives in a ring: K and V, in backward their gradients too."""
         return self.gathered(ranks) * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[direction]
 
+    def held(self, ranks: int) -> int:
+        """About the bytes that a rank holds at once: the whole sequence, its own stretch of it and what forward and backward keep."""
+        query, keys = (heads * self.length * self.dim * self.dtype.itemsize for heads in (self.heads, 2 * self.kv_heads))
+        whole = query + keys if ranks > 1 else 0
+        # query, out and their gradients; keys, those with offers in front, their gradients, and the float32 sums of these
+        return int(_SLACK * (whole + (4 * query + 5 * keys) // ranks))
 
-SETTINGS = (Setting(131072, ring=True), Setting(524288), Setting(1048576), Setting(2097152), Setting(4194304))
-# what a rank measures of a backend and a direction
-Measured = tuple[str, str, Timing, int]
+
+SETTINGS = (Setting(131072, ring=True), *map(Setting, (524288, 1048576, 2097152, 4194304)))
 
 
-def counts() -> list[int]:
-    """The numbers of ranks that this machine can have."""
-    most = torch.cuda.device_count() if DEVICE == "cuda" else 2
-    found = [ranks for ranks in NAMES if ranks <= most]
-    if not found:
-        raise SystemExit(f"this machine has {most} GPUs; the table needs two at least")
-    return found
+@dataclass(frozen=True)
+class Measured:
+    """A backend and direction on `ranks` ranks; received: bytes of rank 0."""
+
+    backend: str
+    direction: str
+    ranks: int
+    timing: Timing
+    received: int
 
 
 def run(writer: Writer, repeat_ms: int) -> None:
     """Measure every setting in processes of their own."""
-    for setting, ranks in itertools.product(SETTINGS, counts()):
-        found = on_ranks(measure, ranks, DEVICE, setting, REPEATS)
-        times = {(backend, direction): timing.p50 for backend, direction, timing, _ in found}
-        for backend, direction, timing, received in found:
-            if backend != NAMES[ranks] and ranks != counts()[-1]:
-                continue  # measured again beside more ranks
-            note = f"received {received}, predicted {setting.offered(ranks, direction)}, gathering K and V {setting.gathered(ranks)}, "
-            note += f"a ring {setting.ringed(ranks, direction)} bytes a rank"
-            if backend == NAMES[ranks]:
-                note += f"; efficiency {times['one_gpu', direction] / timing.p50 / ranks:.3f}"
-            dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[setting.dtype]
-            writer.add(Row("context_parallel", str(setting), backend, direction, dtype, *timing, note=note))
-        ratio = times["one_gpu", "fwd+bwd"] / times[NAMES[ranks], "fwd+bwd"]
-        print(f"{setting}: {ranks} GPUs are {ratio:.2f} times as fast as one, forward and backward", flush=True)
+    counts = counts_of(RANKS)
+    together: dict[tuple[int, int], float] = {}
+    for setting in SETTINGS:
+        repeats = REPEATS if setting.length <= 2**20 else (REPEATS + 3) // 2
+        print(f"{setting} on {counts} ranks", flush=True)
+        found = on_ranks(measure, max(counts), DEVICE, setting, counts, repeats)
+        alone = {m.direction: m.timing.p50 for m in found if m.ranks == 1}
+        for m in found:
+            writer.add(_row(setting, m, alone.get(m.direction)))
+            if m.backend != "ring" and m.direction == "fwd+bwd":
+                together[m.ranks, setting.length] = m.timing.p50
+    _print_gains(together)
 
 
-def measure(rank: int, device: torch.device, setting: Setting, repeats: int) -> list[Measured]:
-    """Every backend and direction, on one rank."""
-    ranks = dist.get_world_size()
+def _row(setting: Setting, m: Measured, alone: float | None) -> Row:
+    notes = [f"received {m.received}"]
+    if m.backend != "ring":
+        notes.append(f"predicted {setting.offered(m.ranks, m.direction)}")
+    notes += [f"gathering K and V {setting.gathered(m.ranks)}", f"a ring {setting.ringed(m.ranks, m.direction)} bytes a rank"]
+    note = ", ".join(notes)
+    if alone is not None and m.backend != "ring":
+        note += f"; efficiency {alone / (m.ranks * m.timing.p50):.3f}"
+    dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[setting.dtype]
+    return Row("context_parallel", str(setting), m.backend, m.direction, dtype, *m.timing, note=note)
+
+
+def _print_gains(together: dict[tuple[int, int], float]) -> None:
+    """Forward and backward against one GPU: with the same sequence, and with the same share of a longer one."""
+    for (ranks, length), took in together.items():
+        alone, part = together.get((1, length)), together.get((1, length // ranks))
+        same = f"efficiency {alone / (ranks * took):.3f}" if alone else "one GPU was not measured"
+        share = f"; one GPU with {length // ranks:,} tokens takes {part / took:.3f} of the time" if part else ""
+        print(f"{length:,} tokens, {ranks} GPUs: {took:.2f} ms, {same}{share}", flush=True)
+
+
+def measure(rank: int, device: torch.device, setting: Setting, counts: list[int], repeats: int) -> list[Measured]:
+    """Every backend and direction, on one rank; each of `counts` is a group of the first ranks."""
+    counts = _fitting(setting, counts, device)
+    groups = {ranks: first_ranks(ranks) for ranks in counts}
     whole = tensors(setting, device)
-    each = setting.length // ranks
-    own = [x.narrow(2, rank * each, each).contiguous().requires_grad_() for x in whole]
-    options = {"keep": setting.keep, "enable_gqa": True}
-    steps = _directions(NAMES[ranks], lambda: saccade.distributed.dynamic_mask_attention(*own, **options), own)
-    if setting.ring and ranks == counts()[-1]:
-        steps |= _ring(setting, whole)
-    leaves = [x.requires_grad_() for x in whole] if rank == 0 else []
-    call = (lambda: saccade.dynamic_mask_attention(*leaves, **options)) if rank == 0 else None
-    steps |= _directions("one_gpu", call, leaves)
-    times = in_turns({name: step for name, (step, _) in steps.items()}, device, repeats)
-    return [(*name, times[name], received) for name, (_, received) in steps.items()]
+    makers: dict[str, Callable[[], Call] | None] = {
+        f"gpus_{ranks}": (lambda ranks=ranks: _stretch(setting, whole, rank, ranks, groups[ranks])) if rank < ranks else None
+        for ranks in counts
+    }
+    sizes = dict(zip(makers, counts, strict=True))
+    if setting.ring and dist.get_world_size() > 1:
+        makers["ring"] = lambda: _ring(setting, whole)
+        sizes["ring"] = dist.get_world_size()
+    received = {name: _received(maker()) if maker else dict.fromkeys(DIRECTIONS, 0) for name, maker in makers.items()}
+    steps = {name: (lambda maker=maker: _steps(maker())) if maker else None for name, maker in makers.items()}
+    times = in_turns_made(steps, DIRECTIONS, device, repeats)
+    return [Measured(*name, sizes[name[0]], timing, received[name[0]][name[1]]) for name, timing in times.items()]
+
+
+def _fitting(setting: Setting, counts: list[int], device: torch.device) -> list[int]:
+    """The counts for which every GPU has the memory; the same on all ranks."""
+    if device.type != "cuda":
+        return counts
+    least = torch.tensor(torch.cuda.mem_get_info(device)[0], device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    free = int(least.item())
+    fitting = [ranks for ranks in counts if setting.held(ranks) <= free]
+    for ranks in counts:
+        if ranks not in fitting and dist.get_rank() == 0:
+            print(
+                f"{setting} on {ranks} GPUs takes about {setting.held(ranks) / 1e9:.0f} GB of each, which has {free / 1e9:.0f} GB free: "
+                "it is left out",
+                flush=True,
+            )
+    return fitting
 
 
 def tensors(setting: Setting, device: torch.device) -> list[Tensor]:
@@ -120,33 +168,48 @@ def tensors(setting: Setting, device: torch.device) -> list[Tensor]:
     return [*rows, torch.randn(1, setting.kv_heads, setting.length, device=device, generator=made)]
 
 
-# (backend, direction) -> the step, None on a rank that waits, and the bytes that it receives
-Steps = dict[tuple[str, str], tuple[Callable[[], object] | None, int]]
+# a call, and the tensors whose gradients backward makes
+Call = tuple[Callable[[], Tensor], list[Tensor]]
 
 
-def _ring(setting: Setting, whole: list[Tensor]) -> Steps:
+def _stretch(setting: Setting, whole: list[Tensor], rank: int, ranks: int, group: object) -> Call:
+    each = setting.length // ranks
+    own = [x.narrow(2, rank * each, each).contiguous().detach().requires_grad_() for x in whole]
+    options = {"keep": setting.keep, "enable_gqa": True, "group": group}
+    return lambda: saccade.distributed.dynamic_mask_attention(*own, **options), own
+
+
+def _ring(setting: Setting, whole: list[Tensor]) -> Call:
     group = setting.heads // setting.kv_heads
     expanded = [whole[0], *(x.repeat_interleave(group, 1) for x in whole[1:3])]
-    own = [saccade.distributed.head_tail(x.detach(), 2).requires_grad_() for x in expanded]
-    return _directions("ring", lambda: saccade.distributed.attention(*own), own)
+    own = [saccade.distributed.head_tail(x, 2).requires_grad_() for x in expanded]
+    return lambda: saccade.distributed.attention(*own), own
 
 
-def _directions(backend: str, call: Callable[[], Tensor] | None, leaves: list[Tensor]) -> Steps:
-    """Forward, backward and both. call: None on a rank that waits while another measures alone."""
-    if call is None:
-        return {(backend, direction): (None, 0) for direction in ("fwd", "bwd", "fwd+bwd")}
+def _received(made: Call) -> dict[str, int]:
+    """The bytes that this rank receives in each direction."""
+    call, leaves = made
     with Traffic() as forward:
         out = call()
-    dout = torch.randn_like(out)
     with Traffic() as backward:
-        torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        torch.autograd.grad(out, leaves, torch.randn_like(out))
+    return {"fwd": forward.received, "bwd": backward.received, "fwd+bwd": forward.received + backward.received}
+
+
+def _steps(made: Call) -> dict[str, Callable[[], object]]:
+    """The steps of one turn, in order: forward leaves nothing, backward takes the graph with it, as four million tokens fill a GPU."""
+    call, leaves = made
+    kept = [call()]
+    dout = torch.randn_like(kept[0])
+    torch.autograd.grad(kept[0], leaves, dout, retain_graph=True)  # so that the allocator has its blocks, and clocks are alike
 
     def without_gradient() -> None:
         with torch.no_grad():
             call()
 
-    return {
-        (backend, "fwd"): (without_gradient, forward.received),
-        (backend, "bwd"): (lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), backward.received),
-        (backend, "fwd+bwd"): (lambda: torch.autograd.grad(call(), leaves, dout), forward.received + backward.received),
-    }
+    steps = (
+        without_gradient,
+        lambda: torch.autograd.grad(kept.pop(), leaves, dout),
+        lambda: torch.autograd.grad(call(), leaves, dout),
+    )
+    return dict(zip(DIRECTIONS, steps, strict=True))

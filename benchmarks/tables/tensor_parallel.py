@@ -1,23 +1,25 @@
-"""A transformer block whose heads two, four or eight GPUs share (tensor parallelism), with torch's attention and with ours.
+"""A transformer block whose heads several GPUs share (tensor parallelism), with torch's attention and with ours.
 
     python benchmarks/run.py tensor_parallel --out benchmarks/results/h100x4
+
+It runs on each number of GPUs of 1, 2, 4 and 8 that the machine has, `P` in the name of a problem.
 
 The block is torch's own recipe: `ColwiseParallel` before attention and in the feed-forward, `RowwiseParallel` after them, so that
 two all-reduces run in forward and two in backward, whichever attention there is. Backends: `sdpa` is torch's function on each
 rank's heads, under a mask of the lengths where the batch is padded; `saccade` ours on the same; `saccade_dtensor` ours on the
-DTensors themselves. Problems name the number of GPUs. Times are those of the slowest rank, by the wall clock between two barriers; the backends take turns.
+DTensors themselves. Times are those of the slowest rank, by the wall clock between two barriers; the backends take turns.
+Efficiency, in the notes, is the time of one GPU over P times that of P.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_common import in_turns, on_ranks
+from rank_common import counts_of, in_turns, on_ranks
 from rows import Row, Writer
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
@@ -26,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import saccade
 from saccade.testing.timing import Timing
 
-DEVICE, REPEATS = "cuda", 21
+DEVICE, RANKS, REPEATS = "cuda", torch.cuda.device_count(), 21
 BACKENDS = ("sdpa", "saccade", "saccade_dtensor")
 
 
@@ -41,8 +43,9 @@ class Setting:
     padded: bool = False
     dtype: torch.dtype = torch.bfloat16
 
-    def __str__(self) -> str:
-        words = f"B={self.batch} H={self.heads} S={self.tokens} D={self.dim}{' lengths' if self.padded else ''}"
+    def problem(self, ranks: int) -> str:
+        """The name of the block on so many GPUs."""
+        words = f"P={ranks} B={self.batch} H={self.heads} S={self.tokens} D={self.dim}{' lengths' if self.padded else ''}"
         return f"tensor_parallel({words})"
 
 
@@ -70,26 +73,33 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def counts() -> list[int]:
-    """The numbers of ranks that this machine can have."""
-    most = torch.cuda.device_count() if DEVICE == "cuda" else 2
-    return [ranks for ranks in (2, 4, 8) if ranks <= most]
+# a backend, a direction and its times
+Measured = tuple[str, str, Timing]
 
 
 def run(writer: Writer, repeat_ms: int) -> None:
-    """Measure every setting in processes of their own."""
-    for setting, ranks in itertools.product(SETTINGS, counts()):
-        times = {}
-        problem = str(setting).replace(")", f" GPUs={ranks})")
-        for backend, direction, timing in on_ranks(measure, ranks, DEVICE, setting, REPEATS):
-            times[backend, direction] = timing.p50
-            dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[setting.dtype]
-            writer.add(Row("tensor_parallel", problem, backend, direction, dtype, *timing, note=f"{ranks} GPUs"))
-        gains = ", ".join(f"{b} {times['sdpa', 'fwd+bwd'] / times[b, 'fwd+bwd']:.2f}" for b in BACKENDS[1:])
-        print(f"{problem}: the whole block, forward and backward, against sdpa: {gains}", flush=True)
+    """Measure every setting on each number of ranks, which are processes of their own."""
+    alone: dict[tuple[Setting, str, str], float] = {}
+    for ranks in counts_of(RANKS):
+        print(f"{len(SETTINGS)} blocks on {ranks} GPUs", flush=True)
+        for setting, found in zip(SETTINGS, on_ranks(measure_all, ranks, DEVICE, SETTINGS, REPEATS), strict=True):
+            times = {}
+            for backend, direction, timing in found:
+                times[backend, direction] = timing.p50
+                one = alone.setdefault((setting, backend, direction), timing.p50)  # the first count is one
+                note = f"{ranks} GPUs; efficiency {one / (ranks * timing.p50):.3f}"
+                dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[setting.dtype]
+                writer.add(Row("tensor_parallel", setting.problem(ranks), backend, direction, dtype, *timing, note=note))
+            gains = ", ".join(f"{b} {times['sdpa', 'fwd+bwd'] / times[b, 'fwd+bwd']:.2f}" for b in BACKENDS[1:])
+            print(f"{setting.problem(ranks)}: the whole block, forward and backward, against sdpa: {gains}", flush=True)
 
 
-def measure(rank: int, device: torch.device, setting: Setting, repeats: int) -> list[tuple[str, str, Timing]]:
+def measure_all(rank: int, device: torch.device, settings: tuple[Setting, ...], repeats: int) -> list[list[Measured]]:
+    """Every setting, on one rank: starting processes takes longer than a setting."""
+    return [measure(rank, device, setting, repeats) for setting in settings]
+
+
+def measure(rank: int, device: torch.device, setting: Setting, repeats: int) -> list[Measured]:
     """Every backend and direction, on one rank."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     width = setting.heads * setting.dim

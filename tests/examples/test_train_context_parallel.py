@@ -67,9 +67,25 @@ def test_losses_of_two_agents_are_those_of_one_process(tmp_path):
             if agent.poll() is None:
                 agent.kill()
     losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", "".join(texts))]
+    assert len(re.findall(r"[\d,]+ tokens per second on 2 ranks", "".join(texts))) == 1
     assert len(losses) == len(alone) == 3
     assert alone[-1] < alone[0] - 0.2
     assert losses == pytest.approx(alone, abs=2e-3)
+
+
+@pytest.mark.parametrize("tokens", [4096, 2**20])
+def test_the_parts_of_ranks_follow_each_other(tokens):
+    """Wherever a sequence begins, and where it is longer than the text."""
+    example = loaded()
+    text = example.corpus(2 * tokens)
+    for start in (0, len(text[0]) - tokens - 5, len(text[0]) - tokens + 7, 12 * tokens):
+        whole = example.stretch(text, start, tokens, 0, 1, torch.device("cpu"))
+        parts = [example.stretch(text, start, tokens, rank, 4, torch.device("cpu")) for rank in range(4)]
+        for x, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+            assert x.shape == (1, tokens)
+            assert torch.equal(x, torch.cat(pieces, 1))
+        assert (whole.documents.diff() >= 0).all()
+        assert torch.equal(whole.tokens[:, 1:], whole.targets[:, :-1])
 
 
 def test_it_says_how_to_start_it(monkeypatch, capsys):
