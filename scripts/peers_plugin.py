@@ -141,7 +141,7 @@ def _telling(function: Callable[..., Any], sizes: Callable[[dict[str, Any]], tup
     call. A kernel of ours has to compute it, whose draw can be repeated: that is what deterministic=True asks for."""
 
     def called(*args: Any, **options: Any) -> Any:
-        from torch import cuda, float32, int64, randint
+        from torch import cuda, default_generator, float32, int64, randint
 
         from saccade.engine.philox import dropout_keep
 
@@ -152,12 +152,13 @@ def _telling(function: Callable[..., Any], sizes: Callable[[dict[str, Any]], tup
             return function(*args, **options)
         a["deterministic"] = True
         device = a["q"].device
-        before = cuda.get_rng_state(device)
+        generator = cuda.default_generators[device.index] if device.type == "cuda" else default_generator
+        before = generator.get_state()
         out, lse, _ = function(*call.args, **call.kwargs)
-        after = cuda.get_rng_state(device)
-        cuda.set_rng_state(before, device)
+        after = generator.get_state()
+        generator.set_state(before)
         key = randint(0, 2**62, (1,), dtype=int64, device=device)  # drawn as the call drew it
-        cuda.set_rng_state(after, device)
+        generator.set_state(after)
         return out, lse, dropout_keep(key, a["dropout_p"], *sizes(a)).to(float32) * 2 - 1
 
     return called
