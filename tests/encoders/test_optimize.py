@@ -226,8 +226,8 @@ def test_what_cannot_be_optimised(model, sentence):
 
 
 def test_models_that_are_not_known_say_so():
-    model = transformers.MPNetModel(transformers.MPNetConfig(**SIZES))
-    with pytest.raises(saccade.InvalidArgument, match="mpnet is not known to mix tokens in its attention alone"):
+    model = transformers.FNetModel(transformers.FNetConfig(**SIZES))
+    with pytest.raises(saccade.InvalidArgument, match="fnet is not known to mix tokens in its attention alone"):
         saccade.optimize(model)
     causal = transformers.Qwen3Model(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
     with pytest.raises(saccade.InvalidArgument, match="may generate"):
