@@ -135,6 +135,13 @@ def test_what_is_not_packed_runs_as_stock(arguments, reason):
     assert reason in handle.explain()
 
 
+def test_what_trainer_gives_to_a_loss_does_not_matter():
+    ours, theirs = made("bert")
+    handle = saccade.optimize(ours.eval())
+    compare(ours, theirs.eval(), *padded((5, 9)), num_items_in_batch=torch.tensor(2))
+    assert handle.served[0].last == "unpadded"
+
+
 def test_return_dict_and_signature():
     ours, theirs = made("bert")
     before = inspect.signature(ours.forward)

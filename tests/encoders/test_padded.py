@@ -205,7 +205,7 @@ def test_padding_on_the_left_and_empty_rows_are_not_widened(lengths):
     [
         ({}, ""),
         ({"attention_mask": None}, ""),
-        ({"return_dict": False, "output_attentions": False}, ""),
+        ({"return_dict": False, "output_attentions": False, "num_items_in_batch": torch.tensor(2)}, ""),
         ({"input_ids": None}, "it has no input_ids"),
         ({"output_hidden_states": True}, "output_hidden_states is asked for"),
         ({"inputs_embeds": torch.zeros(2, 6, 32)}, "inputs_embeds is given"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from saccade.encoders import attention
 from saccade.encoders.capacity import ROWS, rows_captured
-from saccade.encoders.served import Encoder
+from saccade.encoders.served import OF_LOSSES, Encoder
 from saccade.errors import InvalidArgument
 
 MASK = "attention_mask"
@@ -118,7 +118,12 @@ class Batched(Encoder):
         if pixels and self.channels not in (None, x.shape[1]):
             return f"{main} have {x.shape[1]} channels and the model has {self.channels}"
         for name, value in given.items():
-            if name in names or name in ("return_dict", "is_causal" if pixels else "") or value is None or value is False:
+            if (
+                name in names
+                or name in ("return_dict", OF_LOSSES, "is_causal" if pixels else "")
+                or value is None
+                or value is False
+            ):
                 continue
             return f"{name} is asked for" if name in _ASKED else f"{name} is given"
         if given.get("is_causal"):
