@@ -14,10 +14,12 @@ import transformers
 from encoders_made import SIZES, made, padded
 from padded_made import PADDED, SEEING, made_padded
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import saccade
 from saccade.encoders import padded as rooms
 from saccade.encoders.capacity import columns_captured, rows_captured
+from saccade.encoders.scalars import Scalars
 
 LENGTHS = [(5, 9, 1, 7, 3), (3,), (17, 12)]
 
@@ -311,6 +313,39 @@ def test_restore_and_prepare():
         with pytest.raises(saccade.InvalidArgument, match="optimised already"):
             saccade.optimize(ours)
     assert set(ours.__dict__) == keys
+
+
+def test_numbers_of_the_host_are_made_on_the_device():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen, there = [], torch.zeros(3, dtype=torch.int64, device="meta")
+    with Seen(), Scalars():
+        found = torch.tensor(2.0).type_as(there)
+    assert (found.device, found.dtype, found.shape) == (there.device, there.dtype, ())
+    assert "aten.full.default" in seen
+    assert "aten._to_copy.default" not in seen
+
+
+def test_nothing_is_copied_between_host_and_device_while_a_model_is_captured():
+    """DeBERTa-v2's buckets: without a device the meta device stands for one."""
+    ours, _ = made_padded("deberta-v2", torch.float32)
+    one, batch = served(ours), batch_of(ours, (5, 9))
+    assert not one.unfit(batch)
+    inputs = one.inputs((2, one.form(batch)), torch.device("meta"))
+    ours.to("meta")
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            if "_to_copy" in str(func) and args[0].device.type == "cpu":
+                assert torch.device(kwargs.get("device") or "cpu").type == "cpu"
+            return func(*args, **kwargs)
+
+    with Copies():
+        one.outputs(inputs)
 
 
 def test_another_attention_is_noticed():

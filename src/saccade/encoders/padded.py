@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from saccade.encoders import families, images
 from saccade.encoders.capacity import columns_captured, rows_captured
 from saccade.encoders.images import MASK, Batched, Form, Tower
+from saccade.encoders.scalars import Scalars
 from saccade.engine.calls import read_later
 
 _IDS = "input_ids"
@@ -231,7 +232,8 @@ class Padded(Batched):
     def outputs(self, inputs: images.Rows) -> tuple[Tensor, ...]:
         """The tensors that the model's own forward returns."""
         before = torch.get_rng_state(), random.getstate()
-        kind, named = self._named_outputs(inputs.tensors)
+        with Scalars():
+            kind, named = self._named_outputs(inputs.tensors)
         if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
             torch.set_rng_state(before[0])
             random.setstate(before[1])
