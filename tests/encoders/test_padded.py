@@ -310,6 +310,8 @@ def test_restore_and_prepare():
         assert inspect.signature(ours.forward) == signature
         assert ours.config._attn_implementation == implementation
         handle.prepare(tokens=64)
+        with pytest.raises(saccade.InvalidArgument, match="T5EncoderModel is not packed"):
+            handle.capture(lambda batch: ours(**batch)[0])
         with pytest.raises(saccade.InvalidArgument, match="optimised already"):
             saccade.optimize(ours)
     assert set(ours.__dict__) == keys
