@@ -364,3 +364,71 @@ def test_an_output_that_comes_in_training_alone_is_not_captured():
     one.stock = lambda **given: {"last_hidden_state": torch.zeros(2), "loss": torch.zeros(1)}
     with pytest.raises(RuntimeError, match="MPNetModel returns loss in training alone"):
         one.outputs(SimpleNamespace(tensors={}))
+
+
+class Uncaptured:
+    """Stands in for the graphs of a device: computes what they would replay."""
+
+    def __init__(self, one):
+        self.one, self.turns, self.made = one, SimpleNamespace(take=lambda device: None), {}
+
+    def graph(self, state, size, trains):
+        inputs = self.made.setdefault(size, self.one.inputs(size, torch.device("cpu")))
+
+        def replayed(batch, parameters=None):
+            inputs.load(batch)
+            return self.one.outputs(inputs)
+
+        replayed.inputs = inputs
+        return replayed
+
+
+@pytest.fixture
+def without_graphs(monkeypatch):
+    """Makes calls take the whole way of a captured one on a CPU."""
+    monkeypatch.setattr(rooms.Padded, "_refused", lambda self, given: self.refused_arguments(given) or self._refused_model())
+    stands_in = {}
+    monkeypatch.setattr(rooms.Padded, "_graphs_on", lambda self, device: stands_in.setdefault(id(self), Uncaptured(self)))
+    return stands_in
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_a_whole_call(name, without_graphs):
+    ours, theirs = made_padded(name)
+    handle = saccade.optimize(ours)
+    for lengths in [(5, 9, 1), (17,), (3, 4)]:  # the third reads what the first has left
+        batch = batch_of(ours, lengths)
+        real = batch["attention_mask"].bool()
+        for model in (ours, theirs):
+            model.zero_grad()
+        got, want = ours(**batch), theirs(**batch)
+        assert type(got) is type(want)
+        torch.testing.assert_close(got[0][real], want[0][real], rtol=1e-9, atol=1e-9)
+        loss_of(got, real).backward()
+        loss_of(want, real).backward()
+        same_gradients(ours, theirs)
+    assert handle.served[0].last == "captured: 2 rows in a graph of 2"
+    found = ours(**batch, return_dict=False)
+    assert isinstance(found, tuple)
+    assert len(without_graphs[id(handle.served[0])].made) == 3
+
+
+def test_calls_that_take_the_way_of_stock(without_graphs, caplog):
+    ours, theirs = made_padded("mpnet")
+    handle = saccade.optimize(ours)
+    left = batch_of(ours, (5, 9)) | dict(zip(("input_ids", "attention_mask"), padded((5, 9), 1, "left"), strict=True))
+    exact = padded((5, 16), 1, "left")  # no column is added to a width of 16
+    for batch, last in [(left, f"stock: {rooms._LEFT}"), ({"input_ids": exact[0], "attention_mask": exact[1]}, "captured")]:
+        real = batch["attention_mask"].bool()
+        torch.testing.assert_close(ours(**batch)[0][real], theirs(**batch)[0][real], rtol=1e-9, atol=1e-9)
+        assert handle.served[0].last.startswith(last)
+    ids = left["input_ids"]
+    torch.testing.assert_close(ours(ids)[0], theirs(ids)[0], rtol=1e-9, atol=1e-9)
+    assert handle.served[0].last == "captured: 2 rows in a graph of 2"
+    (name,) = SEEING
+    ours, theirs = made_padded(name)
+    saccade.optimize(ours)
+    batch = batch_of(ours, (5, 9))
+    for _ in range(2):
+        torch.testing.assert_close(ours(**batch)[0], theirs(**batch)[0])
+    assert caplog.text.count("ConvBertModel: its last_hidden_state depends on padding of mask 0; it runs as stock") == 1
