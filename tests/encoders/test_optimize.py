@@ -135,6 +135,13 @@ def test_what_is_not_packed_runs_as_stock(arguments, reason):
     assert reason in handle.explain()
 
 
+def test_what_trainer_gives_to_a_loss_does_not_matter():
+    ours, theirs = made("bert")
+    handle = saccade.optimize(ours.eval())
+    compare(ours, theirs.eval(), *padded((5, 9)), num_items_in_batch=torch.tensor(2))
+    assert handle.served[0].last == "unpadded"
+
+
 def test_return_dict_and_signature():
     ours, theirs = made("bert")
     before = inspect.signature(ours.forward)
@@ -226,8 +233,8 @@ def test_what_cannot_be_optimised(model, sentence):
 
 
 def test_models_that_are_not_known_say_so():
-    model = transformers.MPNetModel(transformers.MPNetConfig(**SIZES))
-    with pytest.raises(saccade.InvalidArgument, match="mpnet is not known to mix tokens in its attention alone"):
+    model = transformers.FNetModel(transformers.FNetConfig(**SIZES))
+    with pytest.raises(saccade.InvalidArgument, match="fnet is not known to mix tokens in its attention alone"):
         saccade.optimize(model)
     causal = transformers.Qwen3Model(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
     with pytest.raises(saccade.InvalidArgument, match="may generate"):

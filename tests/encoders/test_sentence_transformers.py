@@ -64,6 +64,19 @@ def test_encode(tokenizer_folder, name, side):
     assert (ours[0] - ours[1]).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("model", [("MPNetModel", "MPNetConfig"), ("DebertaV2Model", "DebertaV2Config")], ids=lambda x: x[0])
+def test_encode_of_a_model_that_cannot_be_packed(tokenizer_folder, model):
+    """Its batches are stock's on a CPU; the first one that is filled up gives the same embeddings."""
+    embedder = embedding_model(tokenizer_folder, "mean", *model)
+    stock = embedder.encode(TEXTS, batch_size=4)
+    with saccade.optimize(embedder) as handle:
+        assert embedder.encode(TEXTS, batch_size=4) == pytest.approx(stock, rel=1e-4, abs=1e-5)
+        assert handle.served[0].last == "stock: CUDA graphs need a GPU"
+        features = embedder.tokenize(TEXTS)
+        assert not handle.served[0].unfit({name: features[name] for name in ("input_ids", "attention_mask")})
+    assert embedder.encode(TEXTS, batch_size=4) == pytest.approx(stock, rel=1e-4, abs=1e-5)
+
+
 def test_predict_of_a_cross_encoder(tokenizer_folder):
     saved(tokenizer_folder, "BertForSequenceClassification", "BertConfig", {"num_labels": 1})
     model = sentence_transformers.CrossEncoder(str(tokenizer_folder), device="cpu")

@@ -36,6 +36,12 @@ def rows_captured(rows: int) -> int:
     return -(-rows // step) * step
 
 
+def columns_captured(columns: int) -> int:
+    """The next width that is captured: 16 widths up to 512, a quarter of a power of two apart beyond 64."""
+    step = max(16, 1 << max(0, (columns - 1).bit_length() - 3))
+    return -(-columns // step) * step
+
+
 def rows_up_to(rows: int) -> list[int]:
     """Every batch size that is captured, up to that of so many rows."""
     found = [1]

@@ -225,7 +225,7 @@ class CapturedFunction:
             raise InvalidArgument(f"the handle serves {len(handle.served)} encoders; a function is captured around exactly one")
         if not handle.served[0].packs:
             raise InvalidArgument(
-                f"{type(handle.served[0].model).__name__} reads no tokens; a function is captured around an encoder of text"
+                f"{type(handle.served[0].model).__name__} is not packed; a function is captured around an encoder whose texts are packed"
             )
         self.function, self.failed, self.last = function, "", "no call yet"
         self._handle, self._model = handle, handle.served[0].model

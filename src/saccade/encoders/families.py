@@ -50,10 +50,15 @@ def why_not(model: Any, embeds: bool) -> str:
     embedding = getattr(config, "position_embedding_type", None) or "absolute"
     if embedding != "absolute":
         return f"position_embedding_type is {embedding!r}; relative positions are those of the padded batch"
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if "dynamic" in str(rope) or "longrope" in str(rope):
+    if grows(config):
         return "its rotary embedding depends on the longest sequence of a batch"
     return ""
+
+
+def grows(config: Any) -> bool:
+    """Whether the rotary embedding depends on the longest sequence of a batch."""
+    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    return "dynamic" in rope or "longrope" in rope
 
 
 def pooler_of(model: Any) -> Callable[[Tensor], Tensor] | None:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from saccade.encoders import attention
 from saccade.encoders.capacity import ROWS, rows_captured
-from saccade.encoders.served import Encoder
+from saccade.encoders.served import OF_LOSSES, Encoder
 from saccade.errors import InvalidArgument
 
-_MASK = "attention_mask"
+MASK = "attention_mask"
 _MOST_FORMS = 16  # shapes behind the batch for which graphs are made; each has graphs of its own
 _ASKED = {"output_attentions", "output_hidden_states"}
 
@@ -25,7 +25,7 @@ class Tower(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-_PIXELS, _IDS = Tower("pixel_values"), Tower("input_ids", (_MASK, "position_ids"))
+_PIXELS, _IDS = Tower("pixel_values"), Tower("input_ids", (MASK, "position_ids"))
 # `model_type` of a config -> tower. Others may mix the images of a batch
 TOWERS: dict[str, Tower] = {
     **dict.fromkeys(("vit", "clip_vision_model", "siglip_vision_model", "dinov2"), _PIXELS),
@@ -58,8 +58,7 @@ class Rows:
         self.capacity = capacity
         with torch.inference_mode(False):
             self.tensors = {
-                name: torch.full((capacity, *shape), int(name == _MASK), dtype=dtype, device=device)
-                for name, shape, dtype in form
+                name: torch.full((capacity, *shape), int(name == MASK), dtype=dtype, device=device) for name, shape, dtype in form
             }
 
     def load(self, batch: dict[str, Tensor]) -> None:
@@ -68,7 +67,7 @@ class Rows:
             memory, rows = self.tensors[name], x.shape[0]
             memory[:rows].copy_(x)
             if rows < self.capacity:
-                memory[rows:].fill_(int(name == _MASK))
+                memory[rows:].fill_(int(name == MASK))
 
 
 class Batched(Encoder):
@@ -119,7 +118,12 @@ class Batched(Encoder):
         if pixels and self.channels not in (None, x.shape[1]):
             return f"{main} have {x.shape[1]} channels and the model has {self.channels}"
         for name, value in given.items():
-            if name in names or name in ("return_dict", "is_causal" if pixels else "") or value is None or value is False:
+            if (
+                name in names
+                or name in ("return_dict", OF_LOSSES, "is_causal" if pixels else "")
+                or value is None
+                or value is False
+            ):
                 continue
             return f"{name} is asked for" if name in _ASKED else f"{name} is given"
         if given.get("is_causal"):
@@ -162,9 +166,12 @@ class Batched(Encoder):
         watched = self.state.watched
         if watched:
             return [], watched
-        form = form_of(batch)
+        form = self.form(batch)
         if not self._known(form):
             return [], f"it has seen {_MOST_FORMS} other shapes; a new one is not captured"
+        reason = self.unfit(batch)
+        if reason:
+            return [], reason
         rows = x.shape[0]
         trains = torch.is_grad_enabled() and bool(self.state.parameters)
         gpu = self._graphs_on(device)
@@ -175,8 +182,20 @@ class Batched(Encoder):
         self.last = f"captured: {rows} rows in a graph of {graph.inputs.capacity}"
         gpu.turns.take(device)
         outputs = graph(batch, self.state.parameters) if trains else graph(batch)
-        # the next replay overwrites the memory of this one
-        return [y[:rows].clone() for y in outputs], ""
+        return self.cut(outputs, self._made[state][1], batch), ""
+
+    def form(self, batch: dict[str, Tensor]) -> Form:
+        """What the graph of a batch depends on besides the number of its rows."""
+        return form_of(batch)
+
+    def unfit(self, batch: dict[str, Tensor]) -> str:
+        """Why a batch cannot be filled up; empty if it can."""
+        return ""
+
+    def cut(self, outputs: list[Tensor], names: list[str], batch: dict[str, Tensor]) -> list[Tensor]:
+        """The part of the outputs that belongs to the batch, in memory of its own: the next replay overwrites that of this one."""
+        rows = batch[self.tower.main].shape[0]
+        return [y[:rows].clone() for y in outputs]
 
     def _known(self, form: Form) -> bool:
         """Whether graphs of a form are made."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saccade.encoders import attention, families, images, pooling
+from saccade.encoders import attention, families, images, padded, pooling
 from saccade.encoders.capacity import ROWS, capacities, rows_up_to
 from saccade.encoders.captured import CapturedFunction
 from saccade.encoders.images import Batched
@@ -205,6 +205,8 @@ def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
     into one row, the model's own forward computes them, and the rows are put back; padded positions of the output are 0. On a GPU the packed
     forward is captured in a CUDA graph for each capacity (sizes an eighth apart) and replayed; with a gradient, forward and backward are.
     Towers of images, and the text towers beside them, have nothing to pack. On a GPU they are captured by batch size; on a CPU they are stock.
+    Text encoders that cannot be packed, such as MPNet, DeBERTa and T5's encoder, keep their own attention and their padding. On a GPU they are captured
+    by batch size and width; on a CPU they are stock.
 
     Args:
         model: an encoder of transformers, with or without a head; ViT, CLIP, SigLIP or DINOv2; timm's `VisionTransformer`; a
@@ -235,7 +237,10 @@ def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
             raise InvalidArgument(f"{type(base).__name__} is optimised already; call restore() of the first handle")
         tower = images.tower_of(base)
         reason = families.why_not(base, embeds) if tower is None else images.why_not(base)
-        if reason:
+        as_it_is = padded.encoder(base, float(memory), reason) if reason and tower is None else None
+        if as_it_is is not None:
+            served.append(as_it_is)
+        elif reason:
             left.append(f"{type(base).__name__}: stock: {reason}")
         else:
             served.append(Served(base, float(memory), has_head) if tower is None else Batched(base, float(memory), tower))

@@ -32,6 +32,7 @@ _PACKED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _USED = (
     "a padded position is used: a token that is no padding has mask 0, or padding lies on the left, where a pooler or head reads"
 )
+OF_LOSSES = "num_items_in_batch"  # Trainer gives it to a head, which passes it on; no encoder reads it
 _HARMLESS = {"return_dict", "use_cache", "output_attentions", "output_hidden_states"}
 
 
@@ -171,7 +172,9 @@ class Served(Encoder):
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
             return f"its mask has shape {list(getattr(mask, 'shape', ()))} and is no key padding `[B, T]`"
         for name, x in given.items():
-            if name not in _PACKED and x is not None and (name not in _HARMLESS or (x and name != "return_dict")):
+            if name in _PACKED or name == OF_LOSSES or x is None:
+                continue
+            if name not in _HARMLESS or (x and name != "return_dict"):
                 return f"{name} is asked for" if name in _HARMLESS else f"{name} is given"
         if config.output_attentions or config.output_hidden_states:
             return "the config asks for attentions or hidden states"

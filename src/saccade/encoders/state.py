@@ -55,6 +55,8 @@ class State:
         self._dropouts = [m for m in self._modules if isinstance(m, nn.Dropout)]
         self._paths = [m for m in self._modules if isinstance(getattr(m, "drop_prob", None), float)]  # of timm and DINOv2
         self._adapters = [m for m in self._modules if hasattr(m, "_disable_adapters")]  # of peft
+        # FSDP puts whole parameters in the place of its shards for the time of a call, and frees them before backward
+        self._gathered = any("_is_fsdp_managed_module" in own for own in self._owns)
         self._checkpointed = [m for m in self._modules if hasattr(m, "gradient_checkpointing")]
 
     def read(self) -> int:
@@ -110,6 +112,8 @@ class State:
     def _watched(self) -> str:
         if self._others:
             return f"its parameters are of the type {', '.join(sorted(self._others))}"
+        if self._gathered:
+            return "FSDP gathers its parameters for each call, and frees memory that a replay would read"
         if any(self._hooks):
             return "a module inside of it has a hook, which a replay would not call"
         if any(m.gradient_checkpointing and m.training for m in self._checkpointed):
