@@ -13,6 +13,9 @@ _SHOWN = {
     "saccade": (style.SACCADE, 0, ""),
     "saccade_unpadded": (style.SACCADE, 1, ", without padding"),
     "saccade_cls_only": (style.SACCADE, 2, ", CLS only in the last layer"),
+    "saccade_captured": (style.SACCADE, 1, ", the whole step in a graph"),
+    "stock_captured": (style.LOOKS["sdpa_padded"], 0, ", in CUDA graphs"),
+    "stock_compiled": (style.LOOKS["sdpa"], 0, ", torch.compile"),
     "varlen_unpadded": (style.LOOKS["varlen_attn"], 0, ", without padding"),
     "fa4_unpadded": (style.LOOKS["fa4"], 0, ", without padding"),
 }
