@@ -104,9 +104,9 @@ class Strings:
                 reason = str(error)
             except Unfit as error:
                 self.served.unfit = reason = str(error)
+        self.last = f"stock: {reason}"
         if is_ids:
             raise InvalidArgument(f"token ids are given; they are not taken where {reason}")
-        self.last = f"stock: {reason}"
         given = dict(options)
         if given["batch_size"] is None:
             given["batch_size"] = _STOCK_ROWS
@@ -147,6 +147,7 @@ class Strings:
         prompt = model._resolve_prompt(options["prompt"], options["prompt_name"]) or ""
         model.eval()
         if not inputs:
+            self.last = "0 inputs in 0 batches"
             return self._finished(None, options)
         limit = covered.limit_of(model[0], options.get("task"))[0]
         lengths = list(map(len, inputs)) if is_ids or self.kind == "SentenceTransformer" else [len(x[0]) + len(x[1]) for x in inputs]
