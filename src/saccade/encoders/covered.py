@@ -13,7 +13,10 @@ from saccade.engine.problem import captured
 # modules of sentence-transformers that read only the embedding
 _AFTER = ("Dense", "Normalize", "LayerNorm", "Dropout")
 _OWN = ("forward", "preprocess", "tokenize", "_inference", "is_singular_input", "_resolve_prompt")
-_TRANSFORMER = {"SentenceTransformer": ("feature-extraction", "last_hidden_state"), "CrossEncoder": ("sequence-classification", "logits")}
+_TRANSFORMER = {
+    "SentenceTransformer": ("feature-extraction", "last_hidden_state"),
+    "CrossEncoder": ("sequence-classification", "logits"),
+}
 _IDS = torch.zeros(1, 1, dtype=torch.int64)
 
 
@@ -98,7 +101,9 @@ def why_not_call(model: Any, served: Any, kwargs: dict[str, Any]) -> str:
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or captured():
         return "the call is traced or captured"
     served.state.read()
-    if any(served.model.__dict__.get(x) for x in ("_forward_hooks", "_forward_pre_hooks")) or served.state.watched.startswith("a module"):
+    if any(served.model.__dict__.get(x) for x in ("_forward_hooks", "_forward_pre_hooks")) or served.state.watched.startswith(
+        "a module"
+    ):
         return "the encoder has a hook"
     return str(served._refused({"input_ids": _IDS}))
 

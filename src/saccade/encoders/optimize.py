@@ -180,7 +180,8 @@ class Optimized:
             lines += [f"  {len(one.graphs)} graphs, {held / 2**20:.0f} MiB"] * bool(one.graphs)
             if parameter.dtype == torch.float32 and parameter.device.type == "cuda":
                 lines.append("  float32: model.to(torch.bfloat16) or autocast would use the 16-bit matrix units")
-        return "\n".join([*lines, *[f"  {x.explain()}" for x in (*self._strings, *self._functions)], *self._left])
+        lines += [f"  {x.explain()}" for x in self._strings] + [f"  {x.explain()}" for x in self._functions]
+        return "\n".join([*lines, *self._left])
 
 
 def _is_positive(number: Any) -> bool:

@@ -122,7 +122,11 @@ def embed(served: Any, pool: Callable[[Tensor, Tensor], Tensor], batch: Packed) 
                 hidden, *pooled = graph(batch)
                 served.last = f"captured: {batch.tokens} tokens in a graph of {graph.inputs.capacity}"
                 # a copy, as the next replay overwrites both
-                return pooled[0][:rows].clone() if pooled and served.pool is pool else pool(hidden, graph.inputs.ends[: rows + 1]).clone()
+                return (
+                    pooled[0][:rows].clone()
+                    if pooled and served.pool is pool
+                    else pool(hidden, graph.inputs.ends[: rows + 1]).clone()
+                )
         numbers, ends = (torch.as_tensor(x).to(device) for x in (batch.numbers, batch.ends))
         served.last = f"unpadded{f': {watched or served.failed}' if device.type == 'cuda' else ''}"
         hidden = served.run_packed(numbers, Borders(ends, max(1, batch.longest)))

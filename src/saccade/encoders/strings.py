@@ -137,7 +137,7 @@ class Strings:
     def _are_texts(self, inputs: list[Any]) -> bool:
         if self.kind == "SentenceTransformer":
             return set(map(type, inputs)) <= {str}
-        return set(map(type, inputs)) <= {list, tuple} and all([len(x) == 2 and {*map(type, x)} == {str} for x in inputs])
+        return set(map(type, inputs)) <= {list, tuple} and all(len(x) == 2 and {*map(type, x)} == {str} for x in inputs)
 
     @torch.inference_mode()
     def _run(self, inputs: list[Any], options: dict[str, Any], is_ids: bool) -> Any:
@@ -150,7 +150,9 @@ class Strings:
             self.last = "0 inputs in 0 batches"
             return self._finished(None, options)
         limit = covered.limit_of(model[0], options.get("task"))[0]
-        lengths = list(map(len, inputs)) if is_ids or self.kind == "SentenceTransformer" else [len(x[0]) + len(x[1]) for x in inputs]
+        lengths = (
+            list(map(len, inputs)) if is_ids or self.kind == "SentenceTransformer" else [len(x[0]) + len(x[1]) for x in inputs]
+        )
         order = np.argsort(-np.array(lengths), kind="stable")
         if is_ids:
             self._check_ids(inputs, prompt, limit)
@@ -241,7 +243,7 @@ def _as_numpy(found: Tensor) -> Any:
 
 
 def _bar(shown: bool | None, count: int, name: str) -> Any:
-    from tqdm.autonotebook import tqdm
+    from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]
 
     if shown is None:
         shown = logging.getLogger(name).getEffectiveLevel() in (logging.INFO, logging.DEBUG)
@@ -250,7 +252,7 @@ def _bar(shown: bool | None, count: int, name: str) -> Any:
 
 def _are_ids(inputs: Any) -> bool:
     """Whether inputs are lists of ints."""
-    return isinstance(inputs, list) and any(inputs) and all([isinstance(x, list) and set(map(type, x)) <= {int} for x in inputs])
+    return isinstance(inputs, list) and any(inputs) and all(isinstance(x, list) and set(map(type, x)) <= {int} for x in inputs)
 
 
 def attach(model: Any, served: Any) -> Strings | None:

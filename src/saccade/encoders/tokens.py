@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
     types: Any
 
 
-def ahead(work: Callable[[_A], _B], items: Iterable[_A]) -> Iterator[_B]:
+def ahead(work: Callable[[_A], _B], items: Iterable[_A]) -> Generator[_B, None, None]:
     """`map` in a thread that is a few items ahead. The thread ends with the iterator, whether it is read to its end, fails or is closed."""
     pool = ThreadPoolExecutor(1, "saccade-tokens")
     try:
@@ -104,7 +104,7 @@ class Tokens:
         found.encode_special_tokens = bool(getattr(user, "split_special_tokens", False))
         return Rust(found, limit, certain, typed)
 
-    def chunks(self, rust: Rust, texts: list[Any], order: Any, before: str) -> Iterator[Chunk]:
+    def chunks(self, rust: Rust, texts: list[Any], order: Any, before: str) -> Generator[Chunk, None, None]:
         """The tokens of texts, in an order of them. before: a prompt."""
 
         def work(part: slice) -> Chunk:
@@ -132,7 +132,7 @@ def flat(lists: list[Any]) -> tuple[Any, Any]:
     return np.fromiter(chain.from_iterable(lists), np.int64, int(lengths.sum())), lengths
 
 
-def given(lists: list[Any], order: Any) -> Iterator[Chunk]:
+def given(lists: list[Any], order: Any) -> Generator[Chunk, None, None]:
     """Token ids that the user has made himself, in an order of them."""
     for part in slices(len(lists)):
         yield Chunk(*flat([lists[i] for i in order[part].tolist()]), order[part], None)
@@ -156,7 +156,9 @@ def _fingerprint(tokenizer: Any) -> tuple[Any, ...]:
     """What changes whenever the ids of a text may. It holds the Rust tokenizer itself, so that no other one takes its address."""
     rust = tokenizer._tokenizer
     parts = (rust.normalizer, rust.pre_tokenizer, rust.post_processor, rust.get_added_tokens_decoder())
-    model = tuple([getattr(rust.model, name, None) for name in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges")])
+    model = tuple(
+        [getattr(rust.model, name, None) for name in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges")]
+    )
     return (
         id(rust), rust, rust.get_vocab_size(), tokenizer.truncation_side, getattr(tokenizer, "split_special_tokens", False), model,
         *map(repr, parts),
