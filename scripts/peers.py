@@ -143,9 +143,7 @@ def main(words: list[str] | None = None, suites: tuple[Suite, ...] = SUITES) -> 
     parser.add_argument("--minutes", type=float, default=120.0, help="the most that one run of a suite may take; 120 by default")
     parser.add_argument("--processes", type=int, default=1, help="how many tests run at a time, by pytest-xdist; 1 by default")
     parser.add_argument("--every", type=int, default=1, help="one test of so many, chosen by their names; all by default")
-    parser.add_argument(
-        "--ours-only", action="store_true", help="do not run the suite without us, where its own package is not compiled"
-    )
+    parser.add_argument("--ours-only", action="store_true", help="do not run the suite without us, where its own package is not compiled")
     given = parser.parse_args(words)
     options = [] if given.k is None else ["-k", given.k]
     options += ["-n", str(given.processes)] if given.processes > 1 else []
