@@ -74,7 +74,7 @@ class Strings:
         self.model, self.served, self.last = model, served, "no call yet"
         self.kind = type(model).__name__
         self.tokens: tokens.Tokens | None = None
-        self._rows: Any = None
+        self.known = set(inspect.signature(getattr(type(model), _NAMES[self.kind][0])).parameters)
         for name in _NAMES[self.kind]:
             if name not in vars(model) and hasattr(model, name):
                 setattr(model, name, Method(self, name))
@@ -104,6 +104,7 @@ class Strings:
                 reason = str(error)
             except Unfit as error:
                 self.served.unfit = reason = str(error)
+                self.served.say(f"{reason}; it runs as stock")
         self.last = f"stock: {reason}"
         if is_ids:
             raise InvalidArgument(f"token ids are given; they are not taken where {reason}")
@@ -114,8 +115,7 @@ class Strings:
 
     def _why_not(self, options: dict[str, Any], texts: list[Any] | None) -> str:
         size, model, served = options["batch_size"], self.model, self.served
-        known = inspect.signature(getattr(type(model), _NAMES[self.kind][0])).parameters
-        others = {x: y for x, y in options.items() if x not in known}
+        others = {x: y for x, y in options.items() if x not in self.known}
         if options["pool"] is not None or isinstance(options["device"], (list, tuple)):
             return "a pool of processes computes it"
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
@@ -126,6 +126,8 @@ class Strings:
             return "its inputs are no texts"
         if options.get("precision") not in (None, "float32", "int8", "uint8", "binary", "ubinary"):
             return f"precision is {options['precision']!r}"
+        if options.get("apply_softmax") and model.num_labels == 1:
+            return "versions of sentence-transformers differ in apply_softmax of one label"
         reason = covered.why_not_model(model, served) or covered.why_not_call(model, served, others)
         if not reason and covered.is_elsewhere(options["device"], served):
             return f"the model moves to {options['device']}"
@@ -145,7 +147,8 @@ class Strings:
 
         model, served = self.model, self.served
         prompt = model._resolve_prompt(options["prompt"], options["prompt_name"]) or ""
-        model.eval()
+        if any(x.training for x in model.modules()):  # eval() sets every module
+            model.eval()
         if not inputs:
             self.last = "0 inputs in 0 batches"
             return self._finished(None, options)
