@@ -12,7 +12,7 @@ from encoders_made import SIZES
 import saccade
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
 
 WORDS = ["sea", "a", "hills", "dogs", "way", "of", "it", "cat"]
 RANDOM = random.Random(0)

@@ -100,7 +100,8 @@ def why_not_call(model: Any, served: Any, kwargs: dict[str, Any]) -> str:
         return "inference is distributed"
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or captured():
         return "the call is traced or captured"
-    if getattr(vars(served.model).get("forward"), "served", None) is not served:
+    forward: Any = vars(served.model).get("forward")
+    if getattr(forward, "served", None) is not served:
         return "the encoder has another forward"
     served.state.read()
     if any(served.model.__dict__.get(x) for x in ("_forward_hooks", "_forward_pre_hooks")) or served.state.watched.startswith(

@@ -238,7 +238,9 @@ class Strings:
             found = torch.from_numpy(quantize_embeddings(_as_numpy(found), precision=options["precision"]))
         if options["convert_to_tensor"]:
             return found
-        return _as_numpy(found) if options["convert_to_numpy"] else list(found)
+        if options["convert_to_numpy"]:
+            return _as_numpy(found.float() if self.kind == "CrossEncoder" else found)
+        return list(found)
 
 
 def _as_numpy(found: Tensor) -> Any:
