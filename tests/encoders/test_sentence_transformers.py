@@ -129,7 +129,7 @@ def test_multi_vector_encoder(tokenizer_folder):
             torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
+@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens", "weightedmean"])
 def test_what_a_graph_pools_is_what_the_module_pools(mode):
     from sentence_transformers.sentence_transformer.modules import Pooling
 
@@ -143,7 +143,9 @@ def test_what_a_graph_pools_is_what_the_module_pools(mode):
     expected = Pooling(8, pooling_mode=mode)({"token_embeddings": padded, "attention_mask": mask})["sentence_embedding"]
     found = POOLS[mode](rows, ends)
     torch.testing.assert_close(found[:4], expected)
-    assert torch.equal(found[4:], torch.zeros(4, 8)), "sequences behind the last one are empty"
+    assert torch.equal(found[4:], torch.full((4, 8), float("-inf") if mode == "max" else 0.0)), (
+        "sequences behind the last one are empty"
+    )
 
 
 def test_the_pooling_takes_only_the_batch_of_its_encoder(tokenizer_folder):

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saccade.encoders import attention, families, images, padded, pooling
+from saccade.encoders import attention, families, images, padded, pooling, strings
 from saccade.encoders.capacity import ROWS, capacities, rows_up_to
 from saccade.encoders.captured import CapturedFunction
 from saccade.encoders.images import Batched
 from saccade.encoders.served import Served
+from saccade.encoders.strings import Strings
 from saccade.engine.arguments import check_flag
 from saccade.errors import InvalidArgument, SaccadeError
 from saccade.hardware import has_package
@@ -46,8 +47,8 @@ class Optimized:
         served: the encoders that are packed or captured by batch size.
     """
 
-    def __init__(self, served: list[Served | Batched], left: list[str]):
-        self.served, self._left = served, left
+    def __init__(self, served: list[Served | Batched], left: list[str], from_strings: list[Strings]):
+        self.served, self._left, self._strings = served, left, from_strings
         self._functions: list[CapturedFunction] = []
         self._before = [(_implementation(s), s.model.__dict__.get("forward")) for s in served]
         for one in served:
@@ -80,7 +81,9 @@ class Optimized:
                 pooling.detach(one)
             one.graphs.clear()
             one._gpu = None
-        self.served, self._before, self._functions = [], [], []
+        for x in self._strings:
+            x.detach()
+        self.served, self._before, self._functions, self._strings = [], [], [], []
 
     def capture(self, function: Callable[[dict[str, Tensor]], Any]) -> CapturedFunction:
         """Run a function around the encoder, such as a whole training step, from one CUDA graph for each size of its batch.
@@ -177,7 +180,8 @@ class Optimized:
             lines += [f"  {len(one.graphs)} graphs, {held / 2**20:.0f} MiB"] * bool(one.graphs)
             if parameter.dtype == torch.float32 and parameter.device.type == "cuda":
                 lines.append("  float32: model.to(torch.bfloat16) or autocast would use the 16-bit matrix units")
-        return "\n".join([*lines, *[f"  {x.explain()}" for x in self._functions], *self._left])
+        lines += [f"  {x.explain()}" for x in self._strings] + [f"  {x.explain()}" for x in self._functions]
+        return "\n".join([*lines, *self._left])
 
 
 def _is_positive(number: Any) -> bool:
@@ -204,6 +208,7 @@ def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
     The model is changed in place; its inputs, outputs, parameters and names stay as they are. A padded batch goes in, the real tokens are packed
     into one row, the model's own forward computes them, and the rows are put back; padded positions of the output are 0. On a GPU the packed
     forward is captured in a CUDA graph for each capacity (sizes an eighth apart) and replayed; with a gradient, forward and backward are.
+    `encode` of a `SentenceTransformer` and `predict` of a `CrossEncoder` tokenise in a thread, while the encoder runs.
     Towers of images, and the text towers beside them, have nothing to pack. On a GPU they are captured by batch size; on a CPU they are stock.
     Text encoders that cannot be packed, such as MPNet, DeBERTa and T5's encoder, keep their own attention and their padding. On a GPU they are captured
     by batch size and width; on a CPU they are stock.
@@ -252,7 +257,8 @@ def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
     for one in served:
         if isinstance(one, Served):
             pooling.attach(model, one)
-    return Optimized(served, left)
+    found_strings = [strings.attach(model, one) for one in served if isinstance(one, Served)]
+    return Optimized(served, left, [x for x in found_strings if x is not None])
 
 
 def _encoders(model: nn.Module) -> list[tuple[Any, bool, bool]]:

@@ -16,9 +16,36 @@ from torch import Tensor, nn
 Pool = Callable[[Tensor, Tensor], Tensor]  # rows `[tokens, E]` and ends `[sequences + 1]` -> embeddings `[sequences, E]`
 
 
+def _wide(rows: Tensor) -> Tensor:
+    """In the dtype in which sums are made."""
+    return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+
+
+def _sum(rows: Tensor, ends: Tensor) -> Tensor:
+    return torch.segment_reduce(rows, "sum", offsets=ends, axis=0, unsafe=True, initial=0.0)
+
+
 def _mean(rows: Tensor, ends: Tensor) -> Tensor:
     """sum / number, in float32; 0 of an empty sequence, as sentence-transformers has it."""
-    return torch.segment_reduce(rows.float(), "mean", offsets=ends, axis=0, unsafe=True, initial=0.0).to(rows.dtype)
+    return torch.segment_reduce(_wide(rows), "mean", offsets=ends, axis=0, unsafe=True, initial=0.0).to(rows.dtype)
+
+
+def _mean_by_root(rows: Tensor, ends: Tensor) -> Tensor:
+    wide = _wide(rows)
+    return (_sum(wide, ends) / ends.diff().clamp(min=1).to(wide.dtype).sqrt()[:, None]).to(rows.dtype)
+
+
+def _weighted_mean(rows: Tensor, ends: Tensor) -> Tensor:
+    """The first token of a sequence counts once, the second twice, and so on."""
+    wide, places = _wide(rows), torch.arange(rows.shape[0], device=rows.device, dtype=ends.dtype)
+    starts = ends[(torch.searchsorted(ends, places, right=True) - 1).clamp(min=0)]
+    lengths = ends.diff().to(wide.dtype)
+    sums = _sum(wide * (places - starts + 1).to(wide.dtype)[:, None], ends)
+    return (sums / (lengths * (lengths + 1) / 2).clamp(min=1)[:, None]).to(rows.dtype)
+
+
+def _max(rows: Tensor, ends: Tensor) -> Tensor:
+    return torch.segment_reduce(rows, "max", offsets=ends, axis=0, unsafe=True, initial=float("-inf"))
 
 
 def _first(rows: Tensor, ends: Tensor) -> Tensor:
@@ -34,7 +61,24 @@ def _of_the_filled(rows: Tensor, ends: Tensor) -> Tensor:
     return torch.where((ends.diff() > 0)[:, None], rows, 0)
 
 
-POOLS: dict[str, Pool] = {"mean": _mean, "cls": _first, "lasttoken": _last}
+POOLS: dict[str, Pool] = {
+    "mean": _mean,
+    "cls": _first,
+    "lasttoken": _last,
+    "max": _max,
+    "mean_sqrt_len_tokens": _mean_by_root,
+    "weightedmean": _weighted_mean,
+}
+
+
+def pool_of(mode: Any) -> Pool | None:
+    """What pools rows as a Pooling module of a mode, or of several, does; None if one is not known."""
+    if isinstance(mode, str):
+        return POOLS.get(mode)
+    parts = [POOLS.get(x) for x in mode or ()]
+    if not parts or None in parts:
+        return None
+    return lambda rows, ends: torch.cat([part(rows, ends) for part in parts if part is not None], dim=-1)
 
 
 class Latest:

@@ -36,7 +36,7 @@ OF_LOSSES = "num_items_in_batch"  # Trainer gives it to a head, which passes it 
 _HARMLESS = {"return_dict", "use_cache", "output_attentions", "output_hidden_states"}
 
 
-class _Unfit(RuntimeError):
+class Unfit(RuntimeError):
     """A model whose forward does not run as its family says."""
 
 
@@ -132,7 +132,7 @@ class Served(Encoder):
             waiting = read_later(used) if isinstance(used, Tensor) else None
             try:
                 padded = None if used is True or batch.tokens == 0 else self._hidden(batch, state, given.get("attention_mask"))
-            except _Unfit as error:
+            except Unfit as error:
                 self.unfit = str(error)
                 self.say(f"{self.unfit}; it runs as stock")
                 return self(*args, **kwargs)
@@ -157,7 +157,7 @@ class Served(Encoder):
                 padded = inside.hidden(given.get("token_type_ids") is not None)
                 self.last = f"in a captured function, packed in {inside.inputs.capacity} tokens"
                 return self._outputs(padded, given.get("return_dict"))
-            except _Unfit as error:
+            except Unfit as error:
                 self.unfit = reason = str(error)
                 self.say(f"{self.unfit}; it runs as stock")
         self.last = f"stock: {reason}"
@@ -228,11 +228,15 @@ class Served(Encoder):
 
     def _eager(self, batch: Packed, device: torch.device) -> Tensor:
         numbers, ends = (torch.as_tensor(x).to(device) for x in (batch.numbers, batch.ends))
+        rows = self.run_packed(numbers, Borders(ends, max(1, batch.longest)))
+        return unpack(rows, numbers[3], batch.shape)
+
+    def run_packed(self, numbers: Tensor, borders: Borders) -> Tensor:
+        """`run` of the numbers of a packed batch, on the model's device."""
         arguments = {"input_ids": numbers[0][None], "position_ids": numbers[1][None]}
         if "token_type_ids" in self.signature.parameters:
             arguments["token_type_ids"] = numbers[2][None]
-        rows = self.run(arguments, Borders(ends, max(1, batch.longest)))
-        return unpack(rows, numbers[3], batch.shape)
+        return self.run(arguments, borders)
 
     def run(self, arguments: dict[str, Tensor], borders: Borders) -> Tensor:
         """The model's own forward over one row of packed tokens: `[tokens, E]`."""
@@ -250,7 +254,7 @@ class Served(Encoder):
                 model.pooler = pooler
         expected = families.layers_of(model.config)
         if borders.layers != expected:
-            raise _Unfit(f"{type(model).__name__} called its attention {borders.layers} times for {expected} layers")
+            raise Unfit(f"{type(model).__name__} called its attention {borders.layers} times for {expected} layers")
         self.output_type = type(found)
         return found.last_hidden_state[0]
 

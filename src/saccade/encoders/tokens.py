@@ -1,0 +1,173 @@
+"""From texts to arrays of token ids: the tokenizer's Rust code on chunks of texts, in a thread of its own, without padding."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+from saccade.encoders.prefix import first_words, is_certain
+
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+_AHEAD = 3  # chunks that are tokenised before they are asked for
+_FIRST, _MOST = 256, 4096  # texts of the first chunk, which the device waits for, and of later ones
+_FEW = 500  # added tokens that are looked at in each call
+_METHODS = ("__call__", "_encode_plus", "_batch_encode_plus", "set_truncation_and_padding")
+
+
+class Chunk(NamedTuple):
+    """Tokens of some texts, as arrays of numpy: the ids of one text behind those of another, how many each has, where each stands in the input, and
+    token types where the model reads any."""
+
+    ids: Any
+    lengths: Any
+    places: Any
+    types: Any
+
+
+def ahead(work: Callable[[_A], _B], items: Iterable[_A]) -> Generator[_B, None, None]:
+    """`map` in a thread that is a few items ahead. The thread ends with the iterator, whether it is read to its end, fails or is closed."""
+    pool = ThreadPoolExecutor(1, "saccade-tokens")
+    try:
+        waiting: deque[Future[_B]] = deque()
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > _AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def slices(count: int) -> Iterator[slice]:
+    """Chunks of so many texts: small ones first."""
+    first, size = 0, _FIRST
+    while first < count:
+        yield slice(first, min(count, first + size))
+        first, size = first + size, min(2 * size, _MOST)
+
+
+class Rust(NamedTuple):
+    """A copy of a Rust tokenizer that never pads, cuts at `limit` tokens (None for nowhere), and is changed by nobody."""
+
+    tokenizer: Any
+    limit: int | None
+    certain: bool  # whether the first words of a text are enough
+    typed: bool  # whether a single text has other token types than 0
+
+    def encode(self, texts: list[Any]) -> list[Any]:
+        """The encodings of texts, or of pairs of them."""
+        limit = self.limit
+        if limit is None or not self.certain or not isinstance(texts[0], str):
+            return self.tokenizer.encode_batch_fast(texts)  # type: ignore[no-any-return]
+        short = [first_words(x, limit) for x in texts] if max(map(len, texts)) > limit else texts
+        found = self.tokenizer.encode_batch_fast(short)
+        again = [i for i, (x, y) in enumerate(zip(short, texts, strict=True)) if x is not y and len(found[i]) < limit]
+        if again:
+            for i, whole in zip(again, self.tokenizer.encode_batch_fast([texts[i] for i in again]), strict=True):
+                found[i] = whole
+        return found  # type: ignore[no-any-return]
+
+
+class Tokens:
+    """The ids that a fast tokenizer of transformers gives, by copies of its Rust part. Its padding and truncation are state, and stay the user's."""
+
+    def __init__(self, tokenizer: Any, types: bool):
+        self.tokenizer, self.types = tokenizer, types and "token_type_ids" in tokenizer.model_input_names
+        self._lock = threading.Lock()
+        self._known: Any = None
+        self._few = True
+        self._copies: dict[int | None, Rust] = {}
+
+    def copy(self, limit: int | None) -> Rust:
+        """The copy for a limit, made again when the user's tokenizer has changed."""
+        with self._lock:
+            known = _fingerprint(self.tokenizer, self._few)
+            if known != self._known:
+                self._few = len(self.tokenizer._tokenizer.get_added_tokens_decoder()) <= _FEW
+                known = _fingerprint(self.tokenizer, self._few)
+            if known != self._known or len(self._copies) > 4:
+                self._copies, self._known = {}, known
+            if limit not in self._copies:
+                self._copies[limit] = self._made(limit)
+            return self._copies[limit]
+
+    def _made(self, limit: int | None) -> Rust:
+        user, found = self.tokenizer, copy.deepcopy(self.tokenizer._tokenizer)
+        found.no_padding()
+        found.no_truncation()
+        typed = self.types and any(found.encode("a").type_ids)
+        certain = limit is not None and user.truncation_side == "right" and is_certain(found)
+        if limit is not None:
+            found.enable_truncation(max_length=limit, stride=0, strategy="longest_first", direction=user.truncation_side)
+        found.encode_special_tokens = bool(getattr(user, "split_special_tokens", False))
+        return Rust(found, limit, certain, typed)
+
+    def chunks(self, rust: Rust, texts: list[Any], order: Any, before: str) -> Generator[Chunk, None, None]:
+        """The tokens of texts, in an order of them. before: a prompt."""
+
+        def work(part: slice) -> Chunk:
+            places = order[part]
+            some = [texts[i] for i in places.tolist()]
+            if before:
+                some = [before + x if isinstance(x, str) else (before + x[0], *x[1:]) for x in some]
+            return self._chunk(rust, some, places)
+
+        parts = slices(len(texts))
+        yield from map(work, parts) if len(texts) <= _FIRST else ahead(work, parts)
+
+    def _chunk(self, rust: Rust, texts: list[Any], places: Any) -> Chunk:
+        encodings = rust.encode(texts)
+        ids, lengths = flat([x.ids for x in encodings])
+        typed = self.types and (rust.typed or not isinstance(texts[0], str))
+        return Chunk(ids, lengths, places, flat([x.type_ids for x in encodings])[0] if typed else None)
+
+
+def flat(lists: list[Any]) -> tuple[Any, Any]:
+    """(the numbers of all lists in one array, the length of each)."""
+    import numpy as np
+
+    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    return np.fromiter(chain.from_iterable(lists), np.int64, int(lengths.sum())), lengths
+
+
+def given(lists: list[Any], order: Any) -> Generator[Chunk, None, None]:
+    """Token ids that the user has made himself, in an order of them."""
+    for part in slices(len(lists)):
+        yield Chunk(*flat([lists[i] for i in order[part].tolist()]), order[part], None)
+
+
+def why_not(tokenizer: Any) -> str:
+    """Why a tokenizer is called as it is; empty if its Rust part alone is enough."""
+    rust = getattr(tokenizer, "_tokenizer", None)
+    if not getattr(tokenizer, "is_fast", False) or not hasattr(rust, "encode_batch_fast"):
+        return f"{type(tokenizer).__name__} is not a fast tokenizer"
+    for name in _METHODS:
+        method = getattr(type(tokenizer), name, None)
+        if name in vars(tokenizer) or not getattr(method, "__module__", "transformers.").startswith("transformers."):
+            return f"{type(tokenizer).__name__} has a {name} of its own"
+    if tokenizer.pad_token is None:
+        return "the tokenizer has no padding token"
+    return ""
+
+
+def _fingerprint(tokenizer: Any, few: bool) -> tuple[Any, ...]:
+    """What changes whenever the ids of a text may. It holds the Rust tokenizer itself, so that no other one takes its address.
+
+    few: the added tokens are read one by one, with their flags. Of many tokens only the number is: reading 6,400 of them took 8 ms.
+    """
+    rust = tokenizer._tokenizer
+    parts = (rust.normalizer, rust.pre_tokenizer, rust.post_processor, rust.get_added_tokens_decoder() if few else None)
+    model = tuple(
+        [getattr(rust.model, name, None) for name in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges")]
+    )
+    return (
+        rust, rust.get_vocab_size(), tokenizer.truncation_side, getattr(tokenizer, "split_special_tokens", False), model,
+        *map(repr, parts),
+    )  # fmt: skip

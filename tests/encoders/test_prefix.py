@@ -1,0 +1,104 @@
+"""Where a long text is cut, its first words give the ids of the whole text."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from saccade.encoders.prefix import first_words, is_certain
+from saccade.encoders.tokens import Rust
+
+tokenizers = pytest.importorskip("tokenizers")
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
+
+LIMIT = 24
+ALPHABET = "abcdeé日本ß.,!-'’1234🙂́ﬁＡ\u200b\u00a0\n\t▁#"
+
+
+def corpus(seed, words=400):
+    r = random.Random(seed)
+    made = ["".join(r.choices(ALPHABET, k=r.randrange(1, 9))) for _ in range(words)]
+    return "".join(x + r.choice([" ", " ", " ", "  ", " \n", "\n\n", ". ", " [SEP] "]) for x in made)
+
+
+def trained(model, trainer, normalizer, pre_tokenizer):
+    found = Tokenizer(model)
+    found.normalizer, found.pre_tokenizer = normalizer, pre_tokenizer
+    found.train_from_iterator([corpus(i) for i in range(3)], trainer)
+    found.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", 1), ("[SEP]", 2)])
+    return found
+
+
+SPECIAL = ["[UNK]", "[CLS]", "[SEP]"]
+
+
+def word_piece():
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL, show_progress=False)
+    return trained(models.WordPiece(unk_token="[UNK]"), trainer, normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer())
+
+
+def byte_level():
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=SPECIAL, show_progress=False, initial_alphabet=alphabet)
+    return trained(models.BPE(), trainer, normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=False))
+
+
+def unigram(split=True):
+    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=SPECIAL, unk_token="[UNK]", show_progress=False)
+    normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " "), normalizers.Lowercase()])
+    return trained(models.Unigram(), trainer, normalizer, pre_tokenizers.Metaspace(split=split))
+
+
+def sentence_piece_of_words():
+    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=SPECIAL, unk_token="[UNK]", show_progress=False)
+    parts = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    return trained(models.Unigram(), trainer, normalizers.Strip(), parts)
+
+
+@pytest.mark.parametrize("make", [word_piece, byte_level, unigram, sentence_piece_of_words])
+@pytest.mark.parametrize(
+    "added", [None, AddedToken("bc", lstrip=True), AddedToken("d", rstrip=True), AddedToken("ab", single_word=True)], ids=str
+)
+def test_the_first_words_give_the_ids_of_the_whole(make, added):
+    found = make()
+    if added is not None:
+        found.add_tokens([added])
+    assert is_certain(found)
+    texts = [corpus(i) for i in range(10, 40)] + [re.sub(r"\s", "", corpus(50)), "a" * 5000, "a " * 3000, " " * 900 + "a", "é"]
+    found.enable_truncation(LIMIT)
+    whole = [x.ids for x in found.encode_batch(texts)]
+    cut = [first_words(x, LIMIT) for x in texts]
+    assert sum(len(x) < len(y) for x, y in zip(cut, texts, strict=True)) > 20
+    assert [x.ids for x in Rust(found, LIMIT, True, False).encode(texts)] == whole
+
+
+def test_what_is_not_certain():
+    certain = word_piece()
+    spaced = word_piece()
+    spaced.add_tokens(["a b"])
+    random_merges = byte_level()
+    random_merges.model.dropout = 0.1
+    merged = byte_level()
+    merged.pre_tokenizer = pre_tokenizers.ByteLevel(use_regex=False)
+    replaced = word_piece()
+    replaced.normalizer = normalizers.Replace("a", "b")
+    assert is_certain(replaced)
+    replaced.normalizer = normalizers.Replace(" ", "▁")
+    bare = word_piece()
+    bare.pre_tokenizer = None
+    split = byte_level()
+    split.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "merged_with_previous")
+    assert is_certain(certain)
+    for found in (spaced, random_merges, merged, replaced, bare, split, unigram(split=False)):
+        assert not is_certain(found)
+
+
+def test_words_that_vanish_are_read_to_the_end():
+    """Fewer tokens than the limit from the first words: the whole text is read."""
+    found = word_piece()
+    found.enable_truncation(LIMIT)
+    text = "\u200b " * 500 + "abc " * 100
+    assert len(first_words(text, LIMIT)) < len(text)
+    assert Rust(found, LIMIT, True, False).encode([text])[0].ids == found.encode(text).ids

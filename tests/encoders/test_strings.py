@@ -1,0 +1,435 @@
+"""`encode` and `predict` of optimised models give what stock gives, for every option, and leave stock what they do not cover."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import multiprocessing
+import os
+import pickle
+import random
+import string
+import threading
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from encoders_made import SIZES
+
+import saccade
+from saccade.errors import InvalidArgument
+
+sentence_transformers = pytest.importorskip("sentence_transformers")
+
+WORDS = ["sea", "a", "hills", "dogs", "way", "of", "it", "cat"]
+ODD = [
+    "",
+    " ",
+    "a",
+    "Z",
+    "\n",
+    "été",
+    "日本語 テキスト",
+    "שלום עולם",
+    "🙂",
+    "[PAD] a [SEP] b",
+    "x" * 300,
+    "a b " * 200,
+    "\t tab  two  spaces ",
+]
+BERT = ("BertModel", "BertConfig", {})
+QWEN = ("Qwen3Model", "Qwen3Config", {"num_key_value_heads": 2, "head_dim": 8})
+ROBERTA = ("XLMRobertaModel", "XLMRobertaConfig", {"pad_token_id": 0, "max_position_embeddings": 64})
+CLASSIFIER = ("BertForSequenceClassification", "BertConfig", {"num_labels": 1})
+
+
+def texts(count, seed=0):
+    r = random.Random(seed)
+    return [" ".join(r.choices(WORDS, k=r.randrange(1, 14))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    """A WordPiece tokenizer of the letters, in a folder."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *string.ascii_lowercase, *(f"##{c}" for c in string.ascii_lowercase)]
+    (folder / "vocab.txt").write_text("\n".join(pieces))
+    transformers.BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=40).save_pretrained(folder)
+    return folder
+
+
+def saved(folder, name, config, changes, dtype=torch.float32):
+    torch.manual_seed(0)
+    made = getattr(transformers, config)(**{**SIZES, **changes}, initializer_range=0.3)
+    getattr(transformers, name)(made).to(dtype).save_pretrained(folder)
+    return str(folder)
+
+
+def embedder(folder, model=BERT, pooling="mean", after=(), dtype=torch.float32, **options):
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    transformer = Transformer(saved(folder, *model, dtype))
+    transformer.model.to(dtype)
+    pooled = Pooling(SIZES["hidden_size"], pooling_mode=pooling)
+    prompts = {"query": "sea of ", "document": "", "other": "it "}
+    return sentence_transformers.SentenceTransformer(
+        modules=[transformer, pooled, *after], device="cpu", prompts=prompts, **options
+    ).eval()
+
+
+def last(handle):
+    return handle.explain().rsplit("from strings: ", 1)[1]
+
+
+def same(ours, theirs, rtol=1e-4, atol=2e-5):
+    """Type, dtype, shape and values."""
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, list):
+        assert len(ours) == len(theirs)
+        for x, y in zip(ours, theirs, strict=True):
+            same(x, y, rtol, atol)
+        return
+    assert ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(theirs), rtol=rtol, atol=atol)
+
+
+def check(model, inputs, method="encode", tolerance=(1e-4, 2e-5), **options):
+    """An optimised model against itself as it was, before and after."""
+    stock = getattr(model, method)(inputs, **options)
+    with saccade.optimize(model) as handle:
+        ours = getattr(model, method)(inputs, **options)
+        assert " batches" in last(handle), last(handle)
+    same(ours, stock, *tolerance)
+    assert "encode" not in vars(model)
+
+
+OPTIONS = {
+    "defaults": {},
+    "tensor": {"convert_to_tensor": True},
+    "list": {"convert_to_numpy": False},
+    "normalized": {"normalize_embeddings": True},
+    "truncated": {"truncate_dim": 8},
+    "truncated and normalized": {"truncate_dim": 8, "normalize_embeddings": True, "convert_to_tensor": True},
+    "prompt": {"prompt": "dogs of "},
+    "prompt by name": {"prompt_name": "other"},
+    "empty prompt": {"prompt": ""},
+    "batches of 3": {"batch_size": 3},
+    "device": {"device": "cpu"},
+    "bar": {"show_progress_bar": True},
+}
+PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
+
+
+@pytest.fixture(scope="module")
+def bert(tokenizer_folder):
+    return embedder(tokenizer_folder)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(bert, name):
+    check(bert, texts(40) + ODD, **OPTIONS[name])
+
+
+@pytest.mark.parametrize("method", ["encode_query", "encode_document"])
+def test_queries_and_documents(bert, method):
+    check(bert, texts(10), method=method)
+
+
+@pytest.mark.parametrize("to", [{}, {"convert_to_tensor": True}, {"convert_to_numpy": False}], ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precisions(bert, precision, to):
+    """Quantised values lie at most one apart, where rounding falls on the other side."""
+    check(bert, texts(150), precision=precision, tolerance=(0, 1) if "int8" in precision else (1e-4, 2e-5), **to)
+
+
+@pytest.mark.parametrize("inputs", ["it is a cat", "", np.array(["a cat", "the sea"]), ("a", "bc"), [], ["a"]], ids=repr)
+@pytest.mark.parametrize("to", [{}, {"convert_to_tensor": True}, {"convert_to_numpy": False}], ids=str)
+def test_kinds_of_inputs(bert, inputs, to):
+    check(bert, inputs, **to)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "max", "lasttoken", "mean_sqrt_len_tokens", "weightedmean", ("cls", "mean")], ids=str)
+def test_poolings(tokenizer_folder, pooling):
+    check(embedder(tokenizer_folder, pooling=pooling), texts(20) + ODD)
+
+
+@pytest.mark.parametrize("model", [QWEN, ROBERTA], ids=["qwen3", "xlm-roberta"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_models_and_sides(tokenizer_folder, model, side):
+    found = embedder(tokenizer_folder, model, "lasttoken")
+    found.tokenizer.padding_side = side
+    check(found, texts(20) + [x for x in ODD if "[PAD]" not in x])
+
+
+def test_a_text_that_names_the_padding_token(tokenizer_folder):
+    """Positions that are counted pass by it."""
+    check(embedder(tokenizer_folder, ROBERTA), ["a [PAD] b", "[PAD]", "it [PAD] [PAD] is"], batch_size=1)
+
+
+def test_modules_behind_the_pooling(tokenizer_folder):
+    from sentence_transformers.sentence_transformer.modules import Dense, Normalize
+
+    model = embedder(tokenizer_folder, after=(Dense(SIZES["hidden_size"], 12), Normalize()))
+    check(model, texts(20))
+    model[2].module_output_name = "other"
+    with saccade.optimize(model) as handle:
+        model.encode(texts(3))
+        assert last(handle) == "stock: Dense may read more than the embedding"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes(tokenizer_folder, dtype):
+    model = embedder(tokenizer_folder, dtype=dtype)
+    tolerance = (0.1, 0.1) if dtype == torch.bfloat16 else (1e-9, 1e-9)
+    for to in ({}, {"convert_to_tensor": True}, {"convert_to_numpy": False}):
+        check(model, texts(20), tolerance=tolerance, **to)
+
+
+def test_the_user_changes_his_tokenizer(tokenizer_folder):
+    """Each change is seen by the next call, and the user's tokenizer keeps its own state."""
+    ours = embedder(tokenizer_folder)
+    theirs = copy.deepcopy(ours)
+    some = [*texts(12), *ODD, "newword sea", "A B"]
+
+    def lowercase(model):
+        normalizer = model.tokenizer.backend_tokenizer.normalizer
+        normalizer.lowercase = not normalizer.lowercase
+
+    changes = [
+        lambda m: setattr(m, "max_seq_length", 7),
+        lambda m: m.tokenizer.add_tokens(["newword"]),
+        lambda m: m[0].model.resize_token_embeddings(len(m.tokenizer), mean_resizing=False),
+        lambda m: setattr(m.tokenizer, "truncation_side", "left"),
+        lowercase,
+        lambda m: m.prompts.update(query="cat cat cat "),
+        lambda m: setattr(m, "default_prompt_name", "query"),
+        lambda m: setattr(m[1], "pooling_mode", "cls"),
+        lambda m: setattr(m, "truncate_dim", 5),
+    ]
+    with saccade.optimize(ours) as handle:
+        same(ours.encode(some), theirs.encode(some))
+        for i, change in enumerate(changes):
+            for model in (ours, theirs):
+                torch.manual_seed(1)
+                change(model)
+            if i != 1:  # a token beyond the embeddings
+                before = ours.tokenizer.backend_tokenizer.truncation, ours.tokenizer.backend_tokenizer.padding
+                same(ours.encode(some), theirs.encode(some))
+                assert " batches" in last(handle)
+                assert (ours.tokenizer.backend_tokenizer.truncation, ours.tokenizer.backend_tokenizer.padding) == before
+
+
+def test_a_tokenizer_without_special_tokens(tokenizer_folder):
+    model = embedder(tokenizer_folder)
+    model.tokenizer.backend_tokenizer.post_processor = None
+    check(model, [*texts(10), "", "a", "  "])
+    model.tokenizer.backend_tokenizer.enable_padding(length=30)
+    model.tokenizer.backend_tokenizer.enable_truncation(3)
+    check(model, [*texts(10), "a"])
+
+
+def test_ids_in_place_of_texts(bert):
+    some = texts(9)
+    ids = bert.tokenizer(some)["input_ids"]
+    stock = bert.encode(some)
+    with saccade.optimize(bert) as handle:
+        for given in ({"inputs": ids}, {"input_ids": ids}, {"input_ids": [np.array(x) for x in ids]}):
+            same(bert.encode(**given), stock)
+        same(bert.encode_query(input_ids=ids, prompt=""), stock)
+        same(bert.encode(input_ids=ids[3], convert_to_tensor=True), torch.as_tensor(stock[3]))
+        with pytest.raises(InvalidArgument, match=r"input_ids\[1\] has 50 tokens; the model takes at most 40"):
+            bert.encode(input_ids=[[2, 3], [2] * 50])
+        with pytest.raises(InvalidArgument, match="goes from 5 to 999"):
+            bert.encode(input_ids=[[5, 999]])
+        with pytest.raises(InvalidArgument, match="with the prompt 'it '"):
+            bert.encode(input_ids=ids, prompt_name="other")
+        with pytest.raises(InvalidArgument, match="output_value"):
+            bert.encode(input_ids=ids, output_value="token_embeddings")
+        assert "output_value" in last(handle)
+
+
+STOCK = {
+    "token embeddings": ({"output_value": "token_embeddings"}, None),
+    "everything": ({"output_value": None}, None),
+    "processing_kwargs": ({"processing_kwargs": {"text": {"max_length": 5}}}, None),
+    "hook": ({}, lambda m: m.register_forward_hook(lambda *x: None)),
+    "hook of the encoder": ({}, lambda m: m[0].model.encoder.register_forward_hook(lambda *x: None)),
+    "left": ({}, lambda m: setattr(m.tokenizer, "padding_side", "left")),
+    "prompt left out": ({"prompt": "it "}, lambda m: setattr(m[1], "include_prompt", False)),
+    "preprocess": ({}, lambda m: setattr(m, "preprocess", m.preprocess)),
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_what_is_not_covered_is_stock(tokenizer_folder, name):
+    options, change = STOCK[name]
+    model = embedder(tokenizer_folder)
+    if change is not None:
+        change(model)
+    some = texts(4)  # stock 6.0 gives no more than four with output_value=None
+    stock = model.encode(some, **options)
+    with saccade.optimize(model) as handle:
+        ours = model.encode(some, **options)
+        assert last(handle).startswith("stock: ")
+    if isinstance(stock, list) and isinstance(stock[0], dict):
+        ours, stock = ([x["sentence_embedding"] for x in y] for y in (ours, stock))
+    if name != "token embeddings":
+        same(ours, stock)
+
+
+def test_errors_are_those_of_stock(bert):
+    with saccade.optimize(bert):
+        with pytest.raises(ValueError, match="batch_size"):
+            bert.encode(["a"], batch_size=0)
+        with pytest.raises(ValueError, match="not found"):
+            bert.encode(["a"], prompt_name="none")
+        with pytest.raises(ValueError, match="not supported"):
+            bert.encode(["a"], precision="int4")
+        with pytest.raises(ValueError, match="additional keyword"):
+            bert.encode(["a"], nonsense=1)
+        with pytest.raises(TypeError):
+            bert.encode()
+
+
+def test_a_batch_size_bounds_the_tokens(bert, monkeypatch):
+    from saccade.encoders import pipeline
+
+    seen = []
+    real = pipeline.embed
+    monkeypatch.setattr(pipeline, "embed", lambda served, pool, batch: seen.append(batch) or real(served, pool, batch))
+    with saccade.optimize(bert):
+        bert.encode(texts(600), batch_size=4)
+        assert all(x.tokens <= 4 * x.longest for x in seen)
+        assert sum(len(x.ends) - 1 for x in seen) == 600
+        assert len(seen) <= 155
+        seen.clear()
+        bert.encode(texts(2000))
+        assert all(x.tokens <= pipeline.CPU_TOKENS for x in seen)
+        assert len(seen) < 20
+
+
+def test_signature_copy_pickle_and_restore(bert):
+    before = set(vars(bert))
+    handle = saccade.optimize(bert)
+    stock = inspect.signature(type(bert).encode)
+    ours = inspect.signature(bert.encode)
+    assert list(ours.parameters) == list(stock.parameters)[1:]
+    assert ours.parameters["batch_size"].default is None
+    assert bert.encode.__doc__ == type(bert).encode.__doc__
+    for copied in (copy.deepcopy(bert), pickle.loads(pickle.dumps(bert))):
+        assert copied.encode.__func__ is type(bert).encode
+        assert copied.encode.__self__ is copied
+        assert copied.encode_query.__self__ is copied
+    handle.restore()
+    assert set(vars(bert)) == before
+
+
+def threads():
+    return [x for x in threading.enumerate() if x.name.startswith("saccade-tokens")]
+
+
+def test_an_error_in_the_thread_reaches_the_caller(bert):
+    some = texts(5000)
+    with saccade.optimize(bert):
+        with pytest.raises((TypeError, UnicodeEncodeError)):
+            bert.encode([*some, "\ud800"])
+        assert not threads()
+        same(bert.encode(some[:300]), bert.encode(some[:300], batch_size=8))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_of_the_caller_leaves_no_thread(bert, monkeypatch, error):
+    from saccade.encoders import pipeline
+
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr(pipeline, "embed", fails)
+    with saccade.optimize(bert):
+        with pytest.raises(error):
+            bert.encode(texts(5000))
+        assert not threads()
+
+
+def test_two_encoders_at_once(tokenizer_folder, bert):
+    other = embedder(tokenizer_folder, QWEN, "lasttoken")
+    some = texts(700)
+    expected = [m.encode(some) for m in (bert, other)]
+    found = {}
+    with saccade.optimize(bert), saccade.optimize(other):
+
+        def run(i, model):
+            found[i] = model.encode(some)
+
+        workers = [threading.Thread(target=run, args=(i, (bert, other)[i % 2])) for i in range(4)]
+        for x in workers:
+            x.start()
+        for x in workers:
+            x.join()
+    for i in range(4):
+        same(found[i], expected[i % 2])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_fork_after_use(bert):
+    with saccade.optimize(bert):
+        expected = bert.encode(texts(300))
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+
+        def child():
+            torch.set_num_threads(1)
+            queue.put(bert.encode(texts(300)))
+
+        process = context.Process(target=child)
+        process.start()
+        found = queue.get(timeout=60)
+        process.join(10)
+        assert process.exitcode == 0
+    same(found, expected)
+
+
+PAIRS = [
+    *zip(texts(30), texts(30, 1), strict=True),
+    ("", "a"),
+    ("a", ""),
+    ("x " * 100, "it is"),
+    ("it", "y " * 60),
+    ("日本語", "🙂"),
+]
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch_size": 4}, {"convert_to_tensor": True}, {"convert_to_numpy": False}, {"prompt": "it "},
+     {"activation_fn": torch.nn.Tanh()}],
+    ids=str,
+)  # fmt: skip
+def test_predict(tokenizer_folder, labels, options):
+    saved(tokenizer_folder, *CLASSIFIER[:2], {"num_labels": labels})
+    model = sentence_transformers.CrossEncoder(str(tokenizer_folder), device="cpu")
+    for inputs in (PAIRS, [list(x) for x in PAIRS], PAIRS[0], []):
+        check(model, inputs, method="predict", **options)
+
+
+def test_predict_with_softmax(tokenizer_folder):
+    for labels in (1, 3):
+        saved(tokenizer_folder, *CLASSIFIER[:2], {"num_labels": labels})
+        model = sentence_transformers.CrossEncoder(str(tokenizer_folder), device="cpu")
+        stock = model.predict(PAIRS, apply_softmax=True)
+        with saccade.optimize(model) as handle:
+            same(model.predict(PAIRS, apply_softmax=True), stock)
+            assert last(handle).startswith("stock: versions") == (labels == 1)
+
+
+def test_rank(tokenizer_folder):
+    saved(tokenizer_folder, *CLASSIFIER)
+    model = sentence_transformers.CrossEncoder(str(tokenizer_folder), device="cpu")
+    stock = model.rank("it is", texts(20), top_k=5)
+    with saccade.optimize(model) as handle:
+        ours = model.rank("it is", texts(20), top_k=5)
+        assert " batches" in last(handle)
+    assert [x["corpus_id"] for x in ours] == [x["corpus_id"] for x in stock]
