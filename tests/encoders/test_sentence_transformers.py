@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import string
 
@@ -164,3 +165,38 @@ def test_the_pooling_takes_only_the_batch_of_its_encoder(tokenizer_folder):
     assert copied[1](dict(given))["sentence_embedding"].shape == (2, SIZES["hidden_size"])
     handle.restore()
     assert set(module.__dict__) == before
+
+
+def test_the_forward_of_a_sentence_transformer_puts_out_what_its_modules_do(tokenizer_folder, monkeypatch):
+    """With a stand-in for the graph, whose part the tests on a GPU see."""
+    model = embedding_model(tokenizer_folder, "mean", *BERT)
+    model.append(torch.nn.Identity())
+    batch = model.preprocess(TEXTS) if hasattr(model, "preprocess") else model.tokenize(TEXTS)
+    batch = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor)}
+    with torch.no_grad():
+        stock = model(dict(batch))
+        handle = saccade.optimize(model)
+        (served,) = handle.served
+        found = stock["token_embeddings"] + 1, stock["sentence_embedding"] + 1
+        monkeypatch.setattr(served, "pooled", lambda given: found)
+        ours = model(dict(batch))
+        assert ours.keys() == stock.keys()
+        assert ours["sentence_embedding"] is found[1]
+        assert ours["token_embeddings"] is found[0]
+        for other in (dict(batch, token_weights_sum=torch.ones(len(TEXTS))), dict(batch, modality="image")):
+            with contextlib.suppress(KeyError):
+                assert model(other)["sentence_embedding"] is not found[1]
+        hook = model[1].register_forward_hook(lambda *given: None)
+        assert model(dict(batch))["sentence_embedding"] is not found[1]
+        hook.remove()
+    assert model(dict(batch))["sentence_embedding"] is not found[1], "a gradient is wanted"
+    copied = copy.deepcopy(model)
+    assert copied.forward.__self__ is copied
+    handle.restore()
+    assert "forward" not in model.__dict__
+
+
+def test_a_batch_that_no_graph_computes_is_that_of_the_modules(tokenizer_folder):
+    model = embedding_model(tokenizer_folder, "cls", *BERT)
+    handle = saccade.optimize(model)
+    assert handle.served[0].pooled({"input_ids": torch.ones(2, 3, dtype=torch.long)}) is None

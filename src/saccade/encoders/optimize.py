@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saccade.encoders import attention, families, images, padded, pooling, strings
+from saccade.encoders import attention, families, images, padded, pooling, sentences, strings
 from saccade.encoders.capacity import ROWS, capacities, rows_up_to
 from saccade.encoders.captured import CapturedFunction
 from saccade.encoders.images import Batched
@@ -78,6 +78,7 @@ class Optimized:
             if _implementation(one) == attention.NAME:  # else the user has chosen another since
                 model.set_attn_implementation(implementation)
             if isinstance(one, Served):
+                sentences.detach(one)
                 pooling.detach(one)
             one.graphs.clear()
             one._gpu = None
@@ -257,6 +258,7 @@ def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
     for one in served:
         if isinstance(one, Served):
             pooling.attach(model, one)
+            sentences.attach(model, one)
     found_strings = [strings.attach(model, one) for one in served if isinstance(one, Served)]
     return Optimized(served, left, [x for x in found_strings if x is not None])
 

@@ -133,7 +133,7 @@ def attach(model: nn.Module, served: Any) -> None:
     module: Any = parts[1]
     mode = getattr(module, "pooling_mode", None)
     if isinstance(mode, str) and mode in POOLS and "forward" not in module.__dict__:
-        served.pool, served.pooling = POOLS[mode], module
+        served.pool, served.pooling, served.mode = POOLS[mode], module, mode
         module.forward = Pooling(served, module)
 
 

@@ -114,6 +114,8 @@ class Served(Encoder):
         self.output_type: Any = None
         self.pool: Pool | None = None  # what a graph puts out besides its rows
         self.pooling: Any = None  # the module of a SentenceTransformer that takes it
+        self.mode = ""  # how that module pools
+        self.sentences: Any = None  # the SentenceTransformer, if its forward is replaced
         self.latest: Latest | None = None
 
     # --- a call
@@ -141,6 +143,28 @@ class Served(Encoder):
             self.latest = None
             return self.stock(*args, **kwargs)
         return self._outputs(padded, given.get("return_dict"))
+
+    def pooled(self, given: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """(the padded last layer, the embeddings) of a batch from a graph; None if the modules have to be called."""
+        if self.pool is None or getattr(running, "inside", None) is not None:
+            return None
+        given = {name: x for name, x in given.items() if name in _PACKED}
+        if self._read((), given)[1]:
+            return None
+        with self.lock:
+            state = self.state.read()
+            if self.state.tensors[0].device.type != "cuda" or self.state.watched or self.failed:
+                return None
+            batch, used = self._pack(given)
+            waiting = read_later(used) if isinstance(used, Tensor) else None
+            if used is True or batch.tokens == 0:
+                return None
+            self.latest = None
+            try:
+                padded, pooled = self._graphs_on(self.state.tensors[0].device).hidden(batch, state)
+            except Unfit:  # which the call of the modules finds again, and says
+                return None
+        return None if pooled is None or (waiting is not None and waiting()) else (padded, pooled)
 
     def _read(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """The arguments of a call by their names, and why it runs as it is; empty if it is packed."""

@@ -1,0 +1,81 @@
+"""The forward of a `SentenceTransformer` without a gradient: one call of the graph, in place of its modules one after another.
+
+What they put into the features is the same: token embeddings and sentence embeddings. Their Python, and a pooler whose output they drop, took two thirds
+of the time of 8 sentences on one host (MiniLM: 0.72 ms, of which the kernels 0.23).
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+_KNOWN = frozenset(("input_ids", "attention_mask", "token_type_ids", "position_ids", "modality"))
+
+
+class Sentences:
+    """The forward of a model whose first two modules are an encoder that is served and its Pooling."""
+
+    def __init__(self, model: Any, served: Any):
+        self.model, self.served, self.stock = model, served, model.forward
+        self.__signature__, self.__doc__, self.__name__ = inspect.signature(self.stock), self.stock.__doc__, "forward"
+        first, pooling, *self.rest = model.children()
+        self._watched = [first, pooling]
+
+    def __call__(self, input: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        if (
+            kwargs
+            or torch.is_grad_enabled()
+            or not input.keys() <= _KNOWN
+            or input.get("modality", "text") != "text"
+            or self._changed()
+        ):
+            return self.stock(input, **kwargs)  # type: ignore[no-any-return]
+        found = self.served.pooled(input)
+        if found is None:
+            return self.stock(input)  # type: ignore[no-any-return]
+        input["token_embeddings"], input["sentence_embedding"] = found
+        for module in self.rest:
+            input = module(input)
+        return input
+
+    def _changed(self) -> bool:
+        """Whether somebody would notice that the first two modules are not called."""
+        parts = [*self.model.children()]
+        if len(parts) != 2 + len(self.rest) or any(x is not y for x, y in zip(parts, [*self._watched, *self.rest], strict=True)):
+            return True
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in self._watched)
+        return hooked or self.served.pooling is None or self.served.pooling.pooling_mode != self.served.mode
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo.get(id(self.model))
+        return MethodType(type(copy).forward, copy) if copy is not None else self.stock
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.model, "forward")
+
+
+def attach(model: nn.Module, served: Any) -> None:
+    """Replace the forward of a `SentenceTransformer` whose embeddings graphs pool, if nobody else has."""
+    if served.pooling is None or "forward" in model.__dict__:
+        return
+    first = next(model.children())
+    # a module that hides tokens from its encoder, or puts out other features, is called as it is
+    plain = type(first).__name__ == "Transformer" and getattr(first, "query_expansion", None) is None
+    plain &= getattr(first, "module_output_name", "token_embeddings") == "token_embeddings"
+    method = (getattr(first, "modality_config", None) or {}).get("text", {})
+    names = method.get("method", "forward"), method.get("method_output_name", "last_hidden_state")
+    if plain and names in (("forward", "last_hidden_state"), ("forward", ("last_hidden_state",))):
+        served.sentences = model
+        model.forward = Sentences(model, served)  # type: ignore[method-assign]
+
+
+def detach(served: Any) -> None:
+    """Leave the model its own forward."""
+    model = served.sentences
+    if model is not None and isinstance(model.__dict__.get("forward"), Sentences):
+        del model.forward
+    served.sentences = None
