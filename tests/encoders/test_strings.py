@@ -433,3 +433,45 @@ def test_rank(tokenizer_folder):
         ours = model.rank("it is", texts(20), top_k=5)
         assert " batches" in last(handle)
     assert [x["corpus_id"] for x in ours] == [x["corpus_id"] for x in stock]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, None, 1e30])
+def test_limits(tokenizer_folder, limit):
+    """A limit that leaves no room for a text, one that stock refuses, and none."""
+    model = embedder(tokenizer_folder)
+    model.max_seq_length = limit
+    found = []
+    for optimised in (False, True):
+        handle = saccade.optimize(model) if optimised else None
+        try:
+            found.append(model.encode(texts(5)))
+        except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+            found.append(type(error))
+        if handle is not None:
+            handle.restore()
+    ours, stock = found[1], found[0]
+    if isinstance(stock, type):
+        assert ours is stock
+    else:
+        same(ours, stock)
+
+
+def test_an_interrupt_leaves_no_thread(bert, monkeypatch):
+    import signal
+
+    from saccade.encoders import pipeline
+
+    real, calls = pipeline.embed, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(pipeline, "embed", interrupted)
+    with saccade.optimize(bert):
+        with pytest.raises(KeyboardInterrupt):
+            bert.encode(texts(5000))
+        assert not threads()
+        assert bert.encode(["a"]).shape == (1, SIZES["hidden_size"])

@@ -101,7 +101,7 @@ def why_not_call(model: Any, served: Any, kwargs: dict[str, Any]) -> str:
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or captured():
         return "the call is traced or captured"
     forward: Any = vars(served.model).get("forward")
-    if getattr(forward, "served", None) is not served:
+    if getattr(forward, "served", forward) is not served:
         return "the encoder has another forward"
     served.state.read()
     if any(served.model.__dict__.get(x) for x in ("_forward_hooks", "_forward_pre_hooks")) or served.state.watched.startswith(

@@ -103,7 +103,9 @@ class Tokens:
         found.no_padding()
         found.no_truncation()
         typed = self.types and any(found.encode("a").type_ids)
-        certain = limit is not None and user.truncation_side == "right" and is_certain(found)
+        # below the number of special tokens the Rust code cuts nothing
+        room = limit is not None and limit > found.num_special_tokens_to_add(False)
+        certain = room and user.truncation_side == "right" and is_certain(found)
         if limit is not None:
             found.enable_truncation(max_length=limit, stride=0, strategy="longest_first", direction=user.truncation_side)
         found.encode_special_tokens = bool(getattr(user, "split_special_tokens", False))
