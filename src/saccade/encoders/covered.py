@@ -8,6 +8,7 @@ import torch
 
 from saccade.encoders import tokens
 from saccade.encoders.pooling import Pooling, pool_of
+from saccade.encoders.sentences import Sentences
 from saccade.engine.problem import captured
 
 # modules of sentence-transformers that read only the embedding
@@ -65,7 +66,7 @@ def _foreign(modules: list[Any]) -> str:
         name = type(module).__name__
         if not type(module).__module__.startswith("sentence_transformers."):
             return f"{name} is no module of sentence-transformers"
-        own = [x for x in _OWN if x in vars(module) and not isinstance(vars(module)[x], Pooling)]
+        own = [x for x in _OWN if x in vars(module) and not isinstance(vars(module)[x], (Pooling, Sentences))]
         if own:
             return f"{name} has a {own[0]} of its own"
         if module._forward_hooks or module._forward_pre_hooks:

@@ -15,6 +15,7 @@ from saccade.encoders import attention, families
 from saccade.encoders.attention import Borders
 from saccade.encoders.capacity import capacity
 from saccade.encoders.captured import Inside, running
+from saccade.encoders.gpu import Gpu
 from saccade.encoders.packing import Given, Packed, pack, unpack
 from saccade.encoders.pooling import Latest, Pool
 from saccade.encoders.state import State
@@ -23,7 +24,6 @@ from saccade.engine.problem import captured
 from saccade.errors import InvalidArgument
 
 _logger = logging.getLogger("saccade")
-_MOST_SLOTS = 4  # forwards whose backward has not come yet; losses of sentence-transformers have two to four
 # Numbers of a padded batch on the host up to which it is packed there; a larger one is packed on the device. By numpy MiniLM on 2,048 sentences at once
 # took 14.1 ms, packed on the device 7.7 (two runs on H100s). C++ takes a third of numpy's time.
 _PACKED_ON_HOST = 2**15
@@ -54,7 +54,7 @@ class Encoder:
         self.graphs: OrderedDict[tuple, Any] = OrderedDict()  # by (state, slot, size), least recently used first
         self.failed = ""  # why nothing is captured
         self.last = "no call yet"
-        self._gpu: _Gpu | None = None
+        self._gpu: Gpu | None = None
         self._said: set[str] = set()
 
     def inputs(self, size: Any, device: torch.device) -> Any:
@@ -92,10 +92,10 @@ class Encoder:
             return {}, str(error)
         return given | given.pop("kwargs", {}), ""
 
-    def _graphs_on(self, device: torch.device) -> _Gpu:
+    def _graphs_on(self, device: torch.device) -> Gpu:
         if self._gpu is None or self._gpu.device != device:
             self.graphs.clear()
-            self._gpu = _Gpu(self, device)
+            self._gpu = Gpu(self, device)
         return self._gpu
 
 
@@ -318,100 +318,3 @@ class Served(Encoder):
             device = self.state.tensors[0].device
             if device.type == "cuda":
                 self._graphs_on(device).make(state, capacity(tokens), train)
-
-
-class _Gpu:
-    """The graphs of an encoder on one device."""
-
-    def __init__(self, served: Any, device: torch.device):
-        from saccade.encoders.graphs import Turns
-
-        self.served, self.device = served, device
-        self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
-        self.slots: list[Any] = []
-        self.turns = Turns()
-        self.gradients: dict[tuple, Any] = {}
-        self.limit = int(torch.cuda.mem_get_info(device)[0] * served.share)
-
-    def hidden(self, batch: Packed, state: int) -> tuple[Tensor, Tensor | None]:
-        """The padded rows of a batch, and what was pooled of them, if anything was."""
-        served = self.served
-        trains = torch.is_grad_enabled() and bool(served.state.parameters)
-        graph = self.graph(state, capacity(max(batch.tokens, batch.shape[0])), trains)  # rows may be empty, and each has an end
-        if graph is None:
-            served.last = f"unpadded: {served.failed or 'every captured forward waits for its backward'}"
-            return served._eager(batch, self.device), None
-        served.last = f"captured: {batch.tokens} tokens in a graph of {graph.inputs.capacity}"
-        self.turns.take(self.device)
-        if not trains:
-            rows, *pooled = graph(batch)
-            padded = unpack(rows[: batch.tokens], graph.inputs.places(batch.tokens), batch.shape)
-            return padded, pooled[0][: batch.shape[0]].clone() if pooled else None
-        rows = graph(batch, served.state.parameters)[0][: batch.tokens]
-        return unpack(rows, graph.inputs.places(batch.tokens).clone(), batch.shape), None
-
-    def make(self, state: int, size: Any, train: bool) -> None:
-        """Capture a capacity if it is not there."""
-        self.graph(state, size, train and bool(self.served.state.parameters))
-
-    def graph(self, state: int, size: Any, trains: bool) -> Any:
-        """The graph of a size, made if there is none; None where it cannot be had."""
-        served = self.served
-        slot = self._slot() if trains else None
-        if trains and slot is None:
-            served.say(
-                f"an optimised encoder has {_MOST_SLOTS} forwards that wait for their backward; the next runs without a graph"
-            )
-            return None
-        key = (state, id(slot), size)
-        found = served.graphs.get(key)
-        if found is None:
-            try:
-                found = self._capture(size, slot)
-            except (RuntimeError, torch.OutOfMemoryError) as error:
-                served.failed = f"a CUDA graph could not be captured ({' '.join(str(error).split())[:200]})"
-                served.say(f"{type(served.model).__name__}: {served.failed}; {served.fallback}")
-                return None
-            served.graphs[key] = found
-            self._drop()
-        served.graphs.move_to_end(key)
-        return found
-
-    def _capture(self, size: Any, slot: Any) -> Any:
-        from saccade.encoders.graphs import Forward, Gradients, Training
-
-        served = self.served
-
-        def make() -> Any:
-            return served.inputs(size, self.device)
-
-        def run(inputs: Any) -> tuple[Tensor, ...]:
-            enabled = torch.is_autocast_enabled("cuda")
-            # casts of weights that autocast remembers would go stale
-            with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled, cache_enabled=False):
-                found: tuple[Tensor, ...] = served.outputs(inputs)
-                return found
-
-        if slot is None:
-            return Forward(run, make, self.device, self.stream, self.pool)
-        parameters = served.state.parameters
-        known = tuple([x.data_ptr() for x in parameters])
-        if known not in self.gradients:
-            self.gradients = {known: Gradients(parameters)}  # type: ignore[arg-type]
-        return Training(served.model, run, make, self.device, self.stream, slot, parameters, self.gradients[known])  # type: ignore[arg-type]
-
-    def _slot(self) -> Any:
-        from saccade.encoders.graphs import Slot
-
-        free = next((x for x in self.slots if x.free), None)
-        if free is None and len(self.slots) < _MOST_SLOTS:
-            free = Slot()
-            self.slots.append(free)
-        return free
-
-    def _drop(self) -> None:
-        """Drop the least recently used graphs until the rest fits the limit."""
-        graphs = self.served.graphs
-        while len(graphs) > 1 and sum([g.bytes for g in graphs.values()]) > self.limit:
-            graphs.popitem(last=False)

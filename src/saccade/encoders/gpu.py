@@ -1,0 +1,110 @@
+"""The graphs of one encoder on one device: made at first use, within a limit of memory, the least recently used dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.encoders.capacity import capacity
+from saccade.encoders.packing import Packed, unpack
+
+_MOST_SLOTS = 4  # forwards whose backward has not come yet; losses of sentence-transformers have two to four
+
+
+class Gpu:
+    """The graphs of an encoder on one device."""
+
+    def __init__(self, served: Any, device: torch.device):
+        from saccade.encoders.graphs import Turns
+
+        self.served, self.device = served, device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.slots: list[Any] = []
+        self.turns = Turns()
+        self.gradients: dict[tuple, Any] = {}
+        self.limit = int(torch.cuda.mem_get_info(device)[0] * served.share)
+
+    def hidden(self, batch: Packed, state: int) -> tuple[Tensor, Tensor | None]:
+        """The padded rows of a batch, and what was pooled of them, if anything was."""
+        served = self.served
+        trains = torch.is_grad_enabled() and bool(served.state.parameters)
+        graph = self.graph(state, capacity(max(batch.tokens, batch.shape[0])), trains)  # rows may be empty, and each has an end
+        if graph is None:
+            served.last = f"unpadded: {served.failed or 'every captured forward waits for its backward'}"
+            return served._eager(batch, self.device), None
+        served.last = f"captured: {batch.tokens} tokens in a graph of {graph.inputs.capacity}"
+        self.turns.take(self.device)
+        if not trains:
+            rows, *pooled = graph(batch)
+            padded = unpack(rows[: batch.tokens], graph.inputs.places(batch.tokens), batch.shape)
+            return padded, pooled[0][: batch.shape[0]].clone() if pooled else None
+        rows = graph(batch, served.state.parameters)[0][: batch.tokens]
+        return unpack(rows, graph.inputs.places(batch.tokens).clone(), batch.shape), None
+
+    def make(self, state: int, size: Any, train: bool) -> None:
+        """Capture a capacity if it is not there."""
+        self.graph(state, size, train and bool(self.served.state.parameters))
+
+    def graph(self, state: int, size: Any, trains: bool) -> Any:
+        """The graph of a size, made if there is none; None where it cannot be had."""
+        served = self.served
+        slot = self._slot() if trains else None
+        if trains and slot is None:
+            served.say(
+                f"an optimised encoder has {_MOST_SLOTS} forwards that wait for their backward; the next runs without a graph"
+            )
+            return None
+        key = (state, id(slot), size)
+        found = served.graphs.get(key)
+        if found is None:
+            try:
+                found = self._capture(size, slot)
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                served.failed = f"a CUDA graph could not be captured ({' '.join(str(error).split())[:200]})"
+                served.say(f"{type(served.model).__name__}: {served.failed}; {served.fallback}")
+                return None
+            served.graphs[key] = found
+            self._drop()
+        served.graphs.move_to_end(key)
+        return found
+
+    def _capture(self, size: Any, slot: Any) -> Any:
+        from saccade.encoders.graphs import Forward, Gradients, Training
+
+        served = self.served
+
+        def make() -> Any:
+            return served.inputs(size, self.device)
+
+        def run(inputs: Any) -> tuple[Tensor, ...]:
+            enabled = torch.is_autocast_enabled("cuda")
+            # casts of weights that autocast remembers would go stale
+            with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled, cache_enabled=False):
+                found: tuple[Tensor, ...] = served.outputs(inputs)
+                return found
+
+        if slot is None:
+            return Forward(run, make, self.device, self.stream, self.pool)
+        parameters = served.state.parameters
+        known = tuple([x.data_ptr() for x in parameters])
+        if known not in self.gradients:
+            self.gradients = {known: Gradients(parameters)}  # type: ignore[arg-type]
+        return Training(served.model, run, make, self.device, self.stream, slot, parameters, self.gradients[known])  # type: ignore[arg-type]
+
+    def _slot(self) -> Any:
+        from saccade.encoders.graphs import Slot
+
+        free = next((x for x in self.slots if x.free), None)
+        if free is None and len(self.slots) < _MOST_SLOTS:
+            free = Slot()
+            self.slots.append(free)
+        return free
+
+    def _drop(self) -> None:
+        """Drop the least recently used graphs until the rest fits the limit."""
+        graphs = self.served.graphs
+        while len(graphs) > 1 and sum([g.bytes for g in graphs.values()]) > self.limit:
+            graphs.popitem(last=False)
