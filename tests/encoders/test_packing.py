@@ -52,3 +52,15 @@ def test_other_dtypes_are_packed_by_numpy(module, dtype):
     given = packing.Given(torch.tensor([[1, 2, 0]]), torch.tensor([[1, 1, 0]], dtype=dtype), None, None)
     assert (module.pack(*given, 0, False, False) is None) == (dtype == torch.int32)
     assert packing._on_the_host(given, Family("columns"), 0, False)[0].numbers[0].tolist() == [1, 2]
+
+
+def test_a_large_batch_is_packed_in_pieces(module):
+    ids = torch.arange(1000 * 200).view(1000, 200)
+    given = {"input_ids": ids, "attention_mask": ids % 3, "position_ids": torch.arange(200)[None], "token_type_ids": None}
+    parts = packing.pieces_of(given)
+    assert all(part["input_ids"].numel() <= packing.packed_on_host() for part in parts)
+    assert len(parts) == 4
+    for name in ("input_ids", "attention_mask"):
+        assert torch.equal(torch.cat([part[name] for part in parts]), given[name])
+    assert all(part["position_ids"] is given["position_ids"] and part["token_type_ids"] is None for part in parts)
+    assert len(packing.pieces_of({"input_ids": ids[:2]})) == 1

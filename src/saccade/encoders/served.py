@@ -16,7 +16,7 @@ from saccade.encoders.attention import Borders
 from saccade.encoders.capacity import capacity
 from saccade.encoders.captured import Inside, running
 from saccade.encoders.gpu import Gpu
-from saccade.encoders.packing import Given, Packed, pack, unpack
+from saccade.encoders.packing import Given, Packed, pack, packed_on_host, pieces_of, unpack
 from saccade.encoders.pooling import Latest, Pool
 from saccade.encoders.state import State
 from saccade.engine.calls import read_later
@@ -24,9 +24,6 @@ from saccade.engine.problem import captured
 from saccade.errors import InvalidArgument
 
 _logger = logging.getLogger("saccade")
-# Numbers of a padded batch on the host up to which it is packed there; a larger one is packed on the device. By numpy MiniLM on 2,048 sentences at once
-# took 14.1 ms, packed on the device 7.7 (two runs on H100s). C++ takes a third of numpy's time.
-_PACKED_ON_HOST = 2**15
 # arguments that are packed; every other one has to be absent
 _PACKED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _USED = (
@@ -155,15 +152,24 @@ class Served(Encoder):
             state = self.state.read()
             if self.state.tensors[0].device.type != "cuda" or self.state.watched or self.failed:
                 return None
-            batch, used = self._pack(given)
-            waiting = read_later(used) if isinstance(used, Tensor) else None
-            if used is True or batch.tokens == 0:
-                return None
             self.latest = None
-            try:
-                padded, pooled = self._graphs_on(self.state.tensors[0].device).hidden(batch, state)
-            except Unfit:  # which the call of the modules finds again, and says
-                return None
+            parts = [self._pooled(part, state) for part in pieces_of(given)]
+        if None in parts:
+            return None
+        if len(parts) == 1:
+            return parts[0]
+        padded, embeddings = zip(*parts, strict=True)  # type: ignore[arg-type]
+        return torch.cat(padded), torch.cat(embeddings)
+
+    def _pooled(self, given: dict[str, Any], state: int) -> tuple[Tensor, Tensor] | None:
+        batch, used = self._pack(given)
+        waiting = read_later(used) if isinstance(used, Tensor) else None
+        if used is True or batch.tokens == 0:
+            return None
+        try:
+            padded, pooled = self._graphs_on(self.state.tensors[0].device).hidden(batch, state)
+        except Unfit:  # which the call of the modules finds again, and says
+            return None
         return None if pooled is None or (waiting is not None and waiting()) else (padded, pooled)
 
     def _read(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -220,7 +226,7 @@ class Served(Encoder):
                 raise InvalidArgument(f"{name} lies on {x.device} and input_ids on {ids.device}; they must lie together")
         if ids.is_cuda and ids.device != device:
             raise InvalidArgument(f"input_ids lie on {ids.device} and the model on {device}; ids on the host are brought there")
-        if device.type == "cuda" and not ids.is_cuda and ids.numel() > _PACKED_ON_HOST:
+        if device.type == "cuda" and not ids.is_cuda and ids.numel() > packed_on_host():
             ids = ids.to(device, non_blocking=True)
             mask, types, positions = (x if x is None else x.to(device, non_blocking=True) for x in (mask, types, positions))
         reads_first = not self.family.causal and (self.has_head or getattr(self.model, "pooler", None) is not None)
