@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 import transformers
-from encoders_made import SIZES
+from encoders_made import SIZES, padded
 
 import saccade
+from saccade.encoders import packing
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
@@ -92,3 +93,56 @@ def test_predict(folder, options):
         assert " batches" in handle.explain()
         assert handle.served[0].last.startswith("captured")
     torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(stock), rtol=1e-3, atol=1e-3)
+
+
+def _model(folder, mode):
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    pooled = Pooling(SIZES["hidden_size"], pooling_mode=mode)
+    modules = [Transformer(saved(folder, "BertModel")), pooled]
+    return sentence_transformers.SentenceTransformer(modules=modules, device="cuda").eval()
+
+
+LENGTHS = [(5, 9, 1, 7), (3,), (30, 12, 36), (4,) * 70, (1, 2, 3, 4, 5) * 40]
+
+
+def _features(lengths):
+    ids, mask = padded(lengths, 0)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", ["mean", "cls", "max"])
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_the_forward_of_the_model(folder, mode, dtype, in_pieces, monkeypatch):
+    if in_pieces:
+        monkeypatch.setattr(packing, "packed_on_host", lambda: 256)
+    model = _model(folder, mode).to(dtype)
+    with torch.inference_mode():
+        there = [{name: x.cuda() for name, x in _features(lengths).items()} for lengths in LENGTHS]
+        stock = [model(dict(batch)) for batch in there]
+        handle = saccade.optimize(model)
+        for _ in range(2):
+            for lengths, on_gpu, want in zip(LENGTHS, there, stock, strict=True):
+                for given in (_features(lengths), on_gpu):
+                    got = model(dict(given))
+                    assert "captured" in handle.served[0].last
+                    assert got.keys() == want.keys()
+                    real = on_gpu["attention_mask"].bool()
+                    limit = 2e-5 if dtype == torch.float32 else 3e-2
+                    for ours, theirs in (
+                        (got["sentence_embedding"], want["sentence_embedding"]),
+                        (got["token_embeddings"][real], want["token_embeddings"][real]),
+                    ):
+                        assert ours.dtype == theirs.dtype
+                        assert (ours - theirs).float().norm() <= limit * theirs.float().norm()
+
+
+def test_what_is_returned_stays(folder):
+    model = _model(folder, "mean")
+    saccade.optimize(model)
+    with torch.inference_mode():
+        first = model(_features((5, 9)))["sentence_embedding"]
+        before = first.clone()
+        model(_features((8, 6)))
+        assert torch.equal(first, before), "the next replay overwrites nothing that left"
