@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import json
+import random
 import sys
 import types
 import zlib
@@ -17,6 +18,9 @@ from typing import Any
 import pytest
 
 _REFUSED = "saccade refuses: "
+_FEW = 100  # of the cases that the first lists of a function make, so many stay, so that each value of the next list meets most values before it
+# name of a function -> one test of how many is still to be kept
+_LEFT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Put our functions in place."""
+    config.stash[_LEFT] = {}
     adapter = config.getoption("--peers-adapter")
     if adapter != "none":
         ADAPTERS[adapter]()
@@ -35,10 +40,28 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Log(Path(config.getoption("--peers-log"))))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Leave most tests out before they are made: those of flash-attention are the product of a dozen lists, and making all takes minutes."""
+    left, name = metafunc.config.stash[_LEFT], metafunc.definition.nodeid
+    left[name] = metafunc.config.getoption("--peers-every")
+    parametrize, chance = metafunc.parametrize, random.Random(name)
+
+    def parametrized(*args: Any, **options: Any) -> None:
+        parametrize(*args, **options)
+        made = metafunc._calls
+        share = min(left[name], len(made) // _FEW)
+        if share > 1:
+            metafunc._calls = [made[i] for i in sorted(chance.sample(range(len(made)), len(made) // share))]
+            left[name] //= share
+
+    metafunc.parametrize = parametrized
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep one test of so many, the same ones in every process and run."""
-    every = config.getoption("--peers-every")
-    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % every == 0]
+    every, left = config.getoption("--peers-every"), config.stash[_LEFT]
+    items[:] = [i for i in items if zlib.crc32(i.nodeid.encode()) % left.get(i.nodeid.partition("[")[0], every) == 0]
     if config.getoption("--peers-adapter") == "flash_attn":
         for module in {item.module for item in items if isinstance(item, pytest.Function)}:
             _leave_weights_normalized(module)

@@ -154,6 +154,41 @@ def test_a_process_that_dies_has_told_what_it_ran(peers, folder, capfd):
     assert "fake: the run with us was ended by signal 6" in out
 
 
+MANY = """
+import pytest
+
+@pytest.mark.parametrize("d", range(10), ids=[f"d{i}" for i in range(10)])
+@pytest.mark.parametrize("b, c", [(i, i) for i in range(20)])
+@pytest.mark.parametrize("a", range(20))
+def test_many(a, b, c, d):
+    pass
+
+def test_one():
+    pass
+"""
+COUNTING = """
+import pytest
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    with open("collected", "a") as file:
+        file.write(f"{len(items)} ")
+"""
+
+
+def test_one_test_of_many_is_chosen_before_all_are_made(peers, folder, capfd):
+    (folder / "fake" / "tests" / "test_fake.py").write_text(MANY)
+    (folder / "fake" / "conftest.py").write_text(COUNTING)
+    without, ours = (peers.run(_suite(peers), folder, ours, ["--peers-every=40"], 1) for ours in (False, True))
+    assert without.outcomes == ours.outcomes
+    assert 70 <= ours.count("passed") <= 130  # of 4,001
+    collected = [int(count) for count in (folder / "fake" / "collected").read_text().split()]
+    assert len(collected) == 2
+    assert max(collected) < 200
+    values = [name.partition("[")[2].rstrip("]").split("-") for name in ours.outcomes if "[" in name]
+    assert all(len(set(column)) >= 10 for column in zip(*values, strict=True))  # no list is cut to a few values
+
+
 def test_no_suite_at_all_gets_a_sentence_each(peers, tmp_path, capfd):
     assert peers.main(["--peers", str(tmp_path)]) == 1
     first, *sentences = capfd.readouterr().out.splitlines()
