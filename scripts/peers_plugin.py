@@ -7,19 +7,19 @@ import functools
 import importlib
 import inspect
 import json
+import math
 import random
 import sys
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 _REFUSED = "saccade refuses: "
-_FEW = 100  # of the cases that the first lists of a function make, so many stay, so that each value of the next list meets most values before it
-# name of a function -> one test of how many is still to be kept
+# name of a function that has lists of values -> one of how many of its tests is still to be kept
 _LEFT = pytest.StashKey[dict[str, int]]()
 
 
@@ -42,18 +42,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Leave most tests out before they are made: those of flash-attention are the product of a dozen lists, and making all takes minutes."""
-    left, name = metafunc.config.stash[_LEFT], metafunc.definition.nodeid
-    left[name] = metafunc.config.getoption("--peers-every")
-    parametrize, chance = metafunc.parametrize, random.Random(name)
+    """Leave most tests of a function out before they are made: those of flash-attention are the product of a dozen lists, and making all takes
+    minutes. After each list as many stay as there shall be in the end, whatever their values."""
+    every, name = metafunc.config.getoption("--peers-every"), metafunc.definition.nodeid
+    lists = [mark.args[1] for mark in metafunc.definition.iter_markers("parametrize") if len(mark.args) > 1]
+    total = math.prod(len(values) for values in lists if isinstance(values, Sized))
+    if every == 1 or total <= 1:
+        return
+    kept, parametrize, chance = max(1, total // every), metafunc.parametrize, random.Random(name)
+    metafunc.config.stash[_LEFT][name] = max(1, every // total)
 
     def parametrized(*args: Any, **options: Any) -> None:
         parametrize(*args, **options)
         made = metafunc._calls
-        share = min(left[name], len(made) // _FEW)
-        if share > 1:
-            metafunc._calls = [made[i] for i in sorted(chance.sample(range(len(made)), len(made) // share))]
-            left[name] //= share
+        if len(made) > kept:
+            metafunc._calls = [made[i] for i in sorted(chance.sample(range(len(made)), kept))]
 
     metafunc.parametrize = parametrized
 

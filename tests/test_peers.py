@@ -181,10 +181,10 @@ def test_one_test_of_many_is_chosen_before_all_are_made(peers, folder, capfd):
     (folder / "fake" / "conftest.py").write_text(COUNTING)
     without, ours = (peers.run(_suite(peers), folder, ours, ["--peers-every=40"], 1) for ours in (False, True))
     assert without.outcomes == ours.outcomes
-    assert 70 <= ours.count("passed") <= 130  # of 4,001
+    assert ours.count("passed") in (100, 101)  # of 4,001
     collected = [int(count) for count in (folder / "fake" / "collected").read_text().split()]
     assert len(collected) == 2
-    assert max(collected) < 200
+    assert max(collected) == 101
     values = [name.partition("[")[2].rstrip("]").split("-") for name in ours.outcomes if "[" in name]
     assert all(len(set(column)) >= 10 for column in zip(*values, strict=True))  # no list is cut to a few values
 
