@@ -142,7 +142,7 @@ def main(words: list[str] | None = None, suites: tuple[Suite, ...] = SUITES) -> 
     parser.add_argument("-k", help="only tests of that expression, as pytest takes it")
     parser.add_argument("--minutes", type=float, default=120.0, help="the most that one run of a suite may take; 120 by default")
     parser.add_argument("--processes", type=int, default=1, help="how many tests run at a time, by pytest-xdist; 1 by default")
-    parser.add_argument("--every", type=int, default=1, help="one test of so many, chosen by their names; all by default")
+    parser.add_argument("--every", type=int, default=1, help="about one test of so many, the same ones each time; all by default")
     parser.add_argument(
         "--ours-only", action="store_true", help="do not run the suite without us, where its own package is not compiled"
     )

@@ -7,16 +7,20 @@ import functools
 import importlib
 import inspect
 import json
+import math
+import random
 import sys
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 _REFUSED = "saccade refuses: "
+# name of a function that has lists of values -> one of how many of its tests is still to be kept
+_LEFT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Put our functions in place."""
+    config.stash[_LEFT] = {}
     adapter = config.getoption("--peers-adapter")
     if adapter != "none":
         ADAPTERS[adapter]()
@@ -35,10 +40,40 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Log(Path(config.getoption("--peers-log"))))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Leave most tests of a function out before they are made: those of flash-attention are the product of a dozen lists, and making all takes
+    minutes. After each list as many stay as there shall be in the end, whatever their values."""
+    every, name = metafunc.config.getoption("--peers-every"), metafunc.definition.nodeid
+    lists = [mark.args[1] for mark in metafunc.definition.iter_markers("parametrize") if len(mark.args) > 1]
+    total = math.prod(len(values) for values in lists if isinstance(values, Sized))
+    if every == 1 or total <= 1:
+        return
+    kept, parametrize, chance = max(1, total // every), metafunc.parametrize, random.Random(name)
+    metafunc.config.stash[_LEFT][name] = max(1, every // total)
+
+    def parametrized(*args: Any, **options: Any) -> None:
+        parametrize(*args, **options)
+        made = metafunc._calls
+        if len(made) > kept:
+            metafunc._calls = [made[i] for i in sorted(chance.sample(range(len(made)), kept))]
+
+    metafunc.parametrize = parametrized
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep one test of so many, the same ones in every process and run."""
-    every = config.getoption("--peers-every")
-    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % every == 0]
+    every, left = config.getoption("--peers-every"), config.stash[_LEFT]
+    items[:] = [i for i in items if zlib.crc32(i.nodeid.encode()) % left.get(i.nodeid.partition("[")[0], every) == 0]
+    if config.getoption("--peers-adapter") == "flash_attn":
+        for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+            _leave_weights_normalized(module)
+
+
+def _leave_weights_normalized(module: types.ModuleType) -> None:
+    """flash_attn gives weights that are scaled by the largest score of each block of keys, and its tests undo that; ours are told as they are."""
+    if hasattr(module, "normalize_flash_attn_S"):
+        module.normalize_flash_attn_S = lambda weights, *rest, **options: weights
 
 
 class _Log:
@@ -102,16 +137,10 @@ def flash_attn() -> None:
 
 
 def flash_attn_functions() -> dict[str, Callable[..., Any]]:
-    """Ours by the names of flash_attn 2. Its tests take the draw of dropout from what `return_attn_probs` gives, which ours do not give."""
+    """Ours by the names of flash_attn 2. Its tests take the weights and the draw of dropout from `return_attn_probs`, which ours do not give."""
     import saccade.flash_attn_interface as ours
 
-    def dense(a: dict[str, Any]) -> tuple[int, ...]:
-        return a["q"].shape[0], a["q"].shape[2], a["q"].shape[1], a["k"].shape[1]
-
-    def packed(a: dict[str, Any]) -> tuple[int, ...]:
-        return len(a["cu_seqlens_q"]) - 1, a["q"].shape[1], a["max_seqlen_q"], a["max_seqlen_k"]
-
-    func, varlen = _telling(ours.flash_attn_func, dense), _telling(ours.flash_attn_varlen_func, packed)
+    func, varlen = _telling(ours.flash_attn_func, _dense_weights), _telling(ours.flash_attn_varlen_func, _packed_weights)
 
     def qkvpacked(qkv, *rest, **options):
         return func(*qkv.unbind(2), *rest, **options)
@@ -136,12 +165,13 @@ def flash_attn_functions() -> dict[str, Callable[..., Any]]:
     return {name: _skips_refusals(function) for name, function in found.items()}
 
 
-def _telling(function: Callable[..., Any], sizes: Callable[[dict[str, Any]], tuple[int, ...]]) -> Callable[..., Any]:
-    """`function`, which gives numbers `[B, H, Tq, Tk]` under dropout with `return_attn_probs`, below 0 where a weight is dropped. sizes: these of a
-    call. A kernel of ours has to compute it, whose draw can be repeated: that is what deterministic=True asks for."""
+def _telling(function: Callable[..., Any], weights: Callable[[dict[str, Any], Any], Any]) -> Callable[..., Any]:
+    """`function`, which gives under dropout with `return_attn_probs` the weights of attention before dropout, below 0 where one is dropped. weights:
+    these of a call and its log-sum-exp. A kernel of ours has to compute the call, whose draw can be repeated: deterministic=True asks for that."""
 
     def called(*args: Any, **options: Any) -> Any:
-        from torch import cuda, default_generator, float32, int64, randint
+        from torch import cuda, default_generator, int64, randint
+        from torch.nn.functional import pad
 
         from saccade.engine.philox import dropout_keep
 
@@ -159,9 +189,31 @@ def _telling(function: Callable[..., Any], sizes: Callable[[dict[str, Any]], tup
         generator.set_state(before)
         key = randint(0, 2**62, (1,), dtype=int64, device=device)  # drawn as the call drew it
         generator.set_state(after)
-        return out, lse, dropout_keep(key, a["dropout_p"], *sizes(a)).to(float32) * 2 - 1
+        found = weights(a, lse.detach())
+        found = found.where(dropout_keep(key, a["dropout_p"], *found.shape), -found)
+        # flash_attn rounds both lengths up to its largest tile
+        return out, lse, pad(found, (0, -found.shape[3] % 128, 0, -found.shape[2] % 128)).to(a["q"].dtype)
 
     return called
+
+
+def _dense_weights(a: dict[str, Any], lse: Any) -> Any:
+    """Of q `[B, Tq, H, D]` and k `[B, Tk, Hkv, D]`, float32 `[B, H, Tq, Tk]`, by the log-sum-exp `[B, H, Tq]` of a kernel, which is tested thus. What
+    a causal mask hides is not 0; the tests hide it themselves."""
+    q, k = (a[name].detach().transpose(1, 2).float() for name in ("q", "k"))
+    scale = q.shape[-1] ** -0.5 if a["softmax_scale"] is None else a["softmax_scale"]
+    return (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale - lse[..., None]).exp()
+
+
+def _packed_weights(a: dict[str, Any], lse: Any) -> Any:
+    """The same of packed tokens, float32 `[N, H, longest q, longest k]`, 0 beyond the end of a sequence."""
+    q_ends, k_ends = (a[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    found = lse.new_zeros(len(q_ends) - 1, len(lse), a["max_seqlen_q"], a["max_seqlen_k"])
+    for n, there in enumerate(found):
+        rows, keys = slice(*q_ends[n : n + 2]), slice(*k_ends[n : n + 2])
+        one = {**a, "q": a["q"][None, rows], "k": a["k"][None, keys]}
+        there[:, : rows.stop - rows.start, : keys.stop - keys.start] = _dense_weights(one, lse[None, :, rows])[0]
+    return found
 
 
 # --- xformers

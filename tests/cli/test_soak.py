@@ -627,6 +627,21 @@ def test_processes_that_die_again_and_again_end_it_with_a_sentence(monkeypatch, 
     assert f"started {run._MOST_POOLS} times" in err
 
 
+def test_a_failure_is_told_before_the_run_ends(monkeypatch, capsys):
+    def fails(batch, device, ends):
+        if batch.seeds[0]:
+            raise KeyboardInterrupt
+        return [judged.Outcome(batch.operation, batch.backend, seed, True, seed != 3, said="off [by] 2") for seed in batch.seeds]
+
+    monkeypatch.setattr(run, "run_batch", fails)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(Task(16, operations=["attention"], backends=["reference"], device="cpu"))
+    out, err = capsys.readouterr()
+    line = "saccade soak --seed 3 --count 1 --op attention --backend reference --device cpu\n    off [by] 2\n"
+    assert err.count(line) == 1
+    assert not out
+
+
 BREAKS_ONCE = """
 import pathlib
 from saccade.cli.soak.judged import Outcome

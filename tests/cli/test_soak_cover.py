@@ -182,6 +182,22 @@ def test_it_says_how_many_entries_ran():
     assert "covering" not in invoke("--count", "1", "--op", "expiry").stdout
 
 
+def test_parts_are_the_whole_lists_and_every_backend_is_in_each():
+    chosen = [pair for pair in pairs() if len(covering(*pair, GPU)) >= 4]
+    parts = [list(covering_batches(0, chosen, GPU, f"{number}/4")) for number in (1, 2, 3, 4)]
+    assert all({(batch.operation, batch.backend) for batch in part} == set(chosen) for part in parts)
+    assert max(map(len, parts)) - min(map(len, parts)) <= len(chosen)
+    assert sorted(itertools.chain(*parts)) == sorted(covering_batches(0, chosen, GPU))
+
+
+def test_a_part_is_walked_and_told():
+    entries = len(covering("expiry", "auto", CPU)[1::3])
+    result = invoke("--cover", "--part", "2/3", "--op", "expiry")
+    assert f"part 2/3 of the covering lists: {entries} of {entries} entries ran" in result.stdout
+    found = json.loads(invoke("--cover", "--part", "2/3", "--op", "expiry", "--json").stdout)
+    assert (found["part"], found["entries"], found["entries_ran"], found["cases"]) == ("2/3", entries, entries, SEEDS * entries)
+
+
 def test_an_entry_that_is_declined_is_told(monkeypatch):
     asked = []
     monkeypatch.setattr(judged, "_results", lambda *call: asked.append(call))
@@ -236,6 +252,8 @@ def test_an_entry_of_which_one_case_was_taken_ran():
         (Task(entry=99, operations=["expiry"], device="cpu"), "entry is 99; the covering list of expiry by auto has 0 to "),
         (Task(entry=1, operations=["expiry"], device="cpu", cover=True), "neither cover nor minutes"),
         (Task(entry=1, operations=["expiry"], device="cpu", minutes=1.0), "neither cover nor minutes"),
+        *((Task(cover=True, part=part), f"part is '{part}'; it must be as '2/4'") for part in ("0/4", "5/4", "2", "a/b", "-1/4")),
+        (Task(part="2/4"), "part is '2/4' of the covering lists; they are walked with cover or minutes"),
     ],
 )
 def test_mistakes_get_a_sentence(task, sentence):

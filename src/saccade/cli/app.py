@@ -152,6 +152,9 @@ def soak(
         ),
     ] = False,
     entry: Annotated[int | None, typer.Option(help="Only this entry of the list of --cover, of one --op and --backend.")] = None,
+    part: Annotated[
+        str | None, typer.Option(help="Only this part of the lists of --cover, as 2/4: entries are dealt in turns.")
+    ] = None,
     leaks: Annotated[
         bool,
         typer.Option("--leaks", help="Make --count calls (100,000) of ever new shapes instead, and watch memory and caches."),
@@ -170,7 +173,7 @@ def soak(
 
     shared = FAMILY if family is None else family
     raise typer.Exit(
-        run(Task(count, minutes, seed, op or [], backend or [], device, processes, as_json, log, shared, cover, entry))
+        run(Task(count, minutes, seed, op or [], backend or [], device, processes, as_json, log, shared, cover, entry, part))
     )
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -17,7 +18,7 @@ import torch
 
 from saccade.cli.device import describe, device_of
 from saccade.cli.soak import log
-from saccade.cli.soak.cover import SEEDS
+from saccade.cli.soak.cover import SEEDS, Entry
 from saccade.cli.soak.draw import FAMILY, stack_of
 from saccade.cli.soak.judged import Outcome, covering, is_slow, pairs, run_stack
 from saccade.cli.soak.results import Batch, Found, Tally, command_line
@@ -38,7 +39,8 @@ _MOST_POOLS = 20
 @dataclass(frozen=True)
 class Task:
     """What to run. count: random cases in all (500 if nothing else is asked for); operations, backends: empty for all of them; family: seeds that
-    share their kernels; cover: walk the covering lists first, which minutes do too; entry: one entry of one covering list alone."""
+    share their kernels; cover: walk the covering lists first, which minutes do too; entry: one entry of one covering list alone; part: "2/4" walks the second
+    quarter of each list."""
 
     count: int | None = None
     minutes: float | None = None
@@ -52,6 +54,12 @@ class Task:
     family: int = FAMILY
     cover: bool = False
     entry: int | None = None
+    part: str | None = None
+
+    @property
+    def covers(self) -> bool:
+        """Whether it walks the covering lists."""
+        return self.entry is None and (self.cover or self.minutes is not None)
 
     @property
     def random_cases(self) -> int | None:
@@ -98,14 +106,22 @@ def batches(first: int, count: int | None, chosen: list[tuple[str, str]], family
         first = stop
 
 
-def covering_batches(first: int, chosen: list[tuple[str, str]], device: torch.device) -> Iterator[Batch]:
+def covering_batches(first: int, chosen: list[tuple[str, str]], device: torch.device, part: str | None = None) -> Iterator[Batch]:
     """A batch for each entry of the covering lists, which are walked side by side; of the same few seeds, whatever a family holds otherwise."""
     first -= first % SEEDS  # of one family
     seeds = tuple(range(first, first + SEEDS))
-    for row in itertools.zip_longest(*(covering(*pair, device) for pair in chosen)):
+    for row in itertools.zip_longest(*(_dealt(covering(*pair, device), part) for pair in chosen)):
         for pair, entry in zip(chosen, row, strict=True):
             if entry is not None:
                 yield Batch(*pair, seeds, entry=entry.number)
+
+
+def _dealt(entries: tuple[Entry, ...], part: str | None) -> tuple[Entry, ...]:
+    """One part of a covering list; dealt in turns, so that every backend is in every part."""
+    if part is None:
+        return entries
+    number, parts = map(int, part.split("/"))
+    return entries[number - 1 :: parts]
 
 
 def run_batch(batch: Batch, device: str, ends: float | None = None) -> list[Outcome]:
@@ -140,6 +156,15 @@ def _check(task: Task) -> None:
         raise InvalidArgument(f"family is {task.family}; it must be at least 1")
     if not 1 <= task.processes <= _MOST_PROCESSES:
         raise InvalidArgument(f"processes is {task.processes}; it must be from 1 to {_MOST_PROCESSES}")
+    if task.part is None:
+        return
+    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", task.part)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise InvalidArgument(f"part is {task.part!r}; it must be as '2/4', the second of four")
+    if not task.covers:
+        raise InvalidArgument(
+            f"part is {task.part!r} of the covering lists; they are walked with cover or minutes, without an entry"
+        )
 
 
 def _check_entry(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> None:
@@ -176,8 +201,7 @@ def _chosen(task: Task) -> list[tuple[str, str]]:
 def _soak(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> Found:
     found, waiting = Found(), _waiting(task, chosen, device)
     ends = None if task.minutes is None else time.time() + 60 * task.minutes
-    covers = task.entry is None and (task.cover or task.minutes is not None)
-    found.to_cover = sum(len(covering(*pair, device)) for pair in chosen) if covers else 0
+    found.to_cover = sum(len(_dealt(covering(*pair, device), task.part)) for pair in chosen) if task.covers else 0
     count = None if task.random_cases is None else task.random_cases + found.to_cover * SEEDS
     devices = devices_of(task.device, device)
     with _progress(count, task.minutes) as show:
@@ -199,7 +223,7 @@ def _waiting(task: Task, chosen: list[tuple[str, str]], device: torch.device) ->
     if task.entry is not None:
         seeds = tuple(range(task.seed, task.seed + (task.count or SEEDS)))
         return iter([Batch(*chosen[0], seeds, task.family, task.entry)])
-    first = covering_batches(task.seed, chosen, device) if task.cover or task.minutes is not None else ()
+    first = covering_batches(task.seed, chosen, device, task.part) if task.covers else ()
     return itertools.chain(first, batches(task.seed, task.random_cases, chosen, task.family))
 
 
@@ -246,7 +270,7 @@ def _of_a_pool(
 
 
 class _progress:
-    """A bar on stderr; calling it shows what has just been run."""
+    """A bar on stderr; calling it shows what has just been run, and tells each failure at once: a run that is killed has no report."""
 
     def __init__(self, count: int | None, minutes: float | None):
         from rich.console import Console
@@ -255,6 +279,7 @@ class _progress:
         columns = (TextColumn("{task.description:44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, transient=True, console=Console(stderr=True))
         self._task = self._bar.add_task("" if minutes is None else f"for {minutes:g} minutes", total=count)
+        self._told = 0
 
     def __enter__(self) -> Callable[[Batch, Found, int], None]:
         self._bar.start()
@@ -264,6 +289,9 @@ class _progress:
         self._bar.stop()
 
     def _show(self, batch: Batch, found: Found, cases: int) -> None:
+        for said, line in found.failures[self._told :]:
+            self._bar.console.print(f"{line}\n    {said}", markup=False, highlight=False, soft_wrap=True)
+        self._told = len(found.failures)
         failed = f", {len(found.failures)} failed" if found.failures else ""
         self._bar.update(self._task, advance=cases, description=f"{batch.operation} {batch.backend}{failed}"[:44])
 
@@ -289,9 +317,8 @@ def _report(found: Found, device: torch.device, task: Task, seconds: float) -> N
     print(f"{found.ran} cases, {len(found.failures)} failures, {seconds:.0f} s")
     if found.to_cover:
         declined = len(found.covered) - found.entries_ran
-        print(
-            f"covering lists: {found.entries_ran:,} of {found.to_cover:,} entries ran, {declined:,} were declined by their backends"
-        )
+        lists = "covering lists" if task.part is None else f"part {task.part} of the covering lists"
+        print(f"{lists}: {found.entries_ran:,} of {found.to_cover:,} entries ran, {declined:,} were declined by their backends")
     if not found.ran:
         print("nothing ran: see `saccade info` for the reasons", file=sys.stderr)
 
@@ -302,7 +329,7 @@ def _report_as_json(found: Found, device: torch.device, task: Task, seconds: flo
     answer = {
         "device": describe(device), "seed": task.seed, "ok": not failures and found.ran > 0, "cases": found.ran, "seconds": round(seconds, 1),
         "device_lost": found.lost, "entries": found.to_cover, "entries_ran": found.entries_ran,
-        "entries_declined": len(found.covered) - found.entries_ran, "results": results, "failures": failures,
+        "entries_declined": len(found.covered) - found.entries_ran, "part": task.part, "results": results, "failures": failures,
     }  # fmt: skip
     print(json.dumps(answer, indent=2))
 
