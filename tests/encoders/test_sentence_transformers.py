@@ -186,9 +186,13 @@ def test_the_forward_of_a_sentence_transformer_puts_out_what_its_modules_do(toke
         for other in (dict(batch, token_weights_sum=torch.ones(len(TEXTS))), dict(batch, modality="image")):
             with contextlib.suppress(KeyError):
                 assert model(other)["sentence_embedding"] is not found[1]
-        hook = model[1].register_forward_hook(lambda *given: None)
-        assert model(dict(batch))["sentence_embedding"] is not found[1]
-        hook.remove()
+        for watched in (model[1], served.model):
+            hook = watched.register_forward_hook(lambda *given: None)
+            assert model(dict(batch))["sentence_embedding"] is not found[1]
+            hook.remove()
+        replaced, served.model.forward = served.model.forward, served.stock
+        assert model(dict(batch))["sentence_embedding"] is not found[1], "somebody has replaced the encoder's forward"
+        served.model.forward = replaced
     assert model(dict(batch))["sentence_embedding"] is not found[1], "a gradient is wanted"
     copied = copy.deepcopy(model)
     assert copied.forward.__self__ is copied

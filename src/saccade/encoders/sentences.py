@@ -47,8 +47,10 @@ class Sentences:
         parts = [*self.model.children()]
         if len(parts) != 2 + len(self.rest) or any(x is not y for x, y in zip(parts, [*self._watched, *self.rest], strict=True)):
             return True
-        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in self._watched)
-        return hooked or self.served.pooling is None or self.served.pooling.pooling_mode != self.served.mode
+        base = self.served.model
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in (*self._watched, base))
+        replaced = getattr(base.__dict__.get("forward"), "served", None) is not self.served
+        return hooked or replaced or self.served.pooling is None or self.served.pooling.pooling_mode != self.served.mode
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self.model))
