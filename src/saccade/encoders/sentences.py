@@ -27,7 +27,8 @@ class Sentences:
 
     def __call__(self, input: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         if (
-            kwargs
+            torch.compiler.is_compiling()
+            or kwargs
             or torch.is_grad_enabled()
             or not input.keys() <= _KNOWN
             or input.get("modality", "text") != "text"
