@@ -15,6 +15,7 @@ _SHOWN = {
     "saccade_cls_only": (style.SACCADE, 2, ", CLS only in the last layer"),
     "saccade_captured": (style.SACCADE, 1, ", the whole step in a graph"),
     "stock_captured": (style.LOOKS["sdpa_padded"], 0, ", in CUDA graphs"),
+    "stock_best": (style.LOOKS["sdpa_padded"], 1, ", the best batch size"),
     "stock_compiled": (style.LOOKS["sdpa"], 0, ", torch.compile"),
     "varlen_unpadded": (style.LOOKS["varlen_attn"], 0, ", without padding"),
     "fa4_unpadded": (style.LOOKS["fa4"], 0, ", without padding"),
@@ -76,5 +77,5 @@ def _bars(axis: Any, problems: list[tuple[str, dict[str, float]]]) -> None:
 def _label(problem: str) -> str:
     """Model and batch, and below them the text, without its counts."""
     words = [word for word in problem.split() if not word.startswith(("items=", "mean=", "padding=", "sentences="))]
-    split = next(i for i, word in enumerate(words) if word.startswith("B=")) + 1
+    split = next((i for i, word in enumerate(words) if word.startswith("B=")), 0) + 1
     return "\n".join(filter(None, (" ".join(words[:split]), " ".join(words[split:]).replace("_", " "))))

@@ -1,4 +1,4 @@
-"""A `SentenceTransformer` of random weights for tables of whole encoders: a tokenizer trained on the sentences of `encoder_text`, an encoder, pooling."""
+"""A `SentenceTransformer` and a `CrossEncoder` of random weights for tables of whole encoders, with a tokenizer trained on the sentences of `encoder_text`."""
 
 from __future__ import annotations
 
@@ -39,6 +39,24 @@ def sentence_transformer(architecture: Architecture, device: str, dtype: torch.d
         first = Transformer(folder, max_seq_length=longest)
     pooling = Pooling(encoder.config.hidden_size, pooling_mode={"mean": "mean", "first": "cls"}[architecture.pool])
     return SentenceTransformer(modules=[first, pooling], device=device).to(dtype).eval()
+
+
+def cross_encoder(architecture: Architecture, device: str, dtype: torch.dtype) -> Any:
+    """A reranker of one label, the same weights at each call. Its scores differ from pair to pair, so that a mix-up is seen."""
+    from sentence_transformers import CrossEncoder
+    from transformers import AutoModelForSequenceClassification
+
+    encoder = architecture.make("cpu", torch.float32).model
+    encoder.config.num_labels = 1
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(encoder.config)
+    model.base_model.load_state_dict(encoder.state_dict(), strict=False)  # it has a pooler besides
+    torch.nn.init.normal_(model.classifier.weight)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        found = CrossEncoder(folder, max_length=LONGEST, device=device)
+    return found.to(dtype).eval()
 
 
 def batches_of(texts: list[str], size: int, longest: int = LONGEST) -> list[dict[str, torch.Tensor]]:

@@ -9,6 +9,8 @@ in steps of 16; `stock_compiled` torch.compile(dynamic=True); `varlen_unpadded` 
 `saccade.optimize`. Training: `stock` and `saccade` call fused AdamW from Python, outside of any graph; `stock_captured` and `saccade_captured` have
 the whole step in a graph (`handle.capture`), AdamW with capturable=True.
 
+Rows of strings (`--rows strings`) are those of `encoder_strings`: `encode` and `predict` from strings to results on the host.
+
 Before anything is timed, embeddings are held against stock's: the least cosine is 0.999 in 16 bits and 0.99999 in float32, or the table ends with an
 error. Times are by the wall clock, in turns: median, least and most over the rounds. The note has sentences per second, the time of the kernels
 alone, and the graphs of `saccade` with their memory.
@@ -27,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from encoder_attention import PACKED_PEER, register_all
 from encoder_captured import Padded, captured_forward, captured_step
+from encoder_strings import STRINGS, Strings
+from encoder_strings import measure as measure_strings
 from encoder_text import drawn, passages
 from encoders import BERT, MINILM, XLMR, Architecture
 from rows import Row, Writer
@@ -53,6 +57,12 @@ class Case:
     dtype: str = "bfloat16"
     passages: bool = False
     peers: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """By which `--rows` finds it."""
+        kind = "passages" if self.passages else "sentences"
+        return f"{self.architecture.name} B={self.batch} {kind} {self.direction} {self.dtype}"
 
     @property
     def texts(self) -> int:
@@ -106,17 +116,15 @@ def run(writer: Writer, repeat_ms: int, rows: list[str] | None = None) -> None:
     """Measure every case, or those whose words hold one of `rows`."""
     register_all()
     began = time.monotonic()
-    chosen = [case for case in CASES if not rows or any(name in _words(case) for name in rows)]
+    chosen = [case for case in (*CASES, *STRINGS) if not rows or any(name in case.words for name in rows)]
     for number, case in enumerate(chosen, 1):
-        said = (_measure_forward if case.direction == "fwd" else _measure_training)(writer, case, repeat_ms)
+        if isinstance(case, Strings):
+            said = measure_strings(writer, case, DEVICE)
+        else:
+            said = (_measure_forward if case.direction == "fwd" else _measure_training)(writer, case, repeat_ms)
         gc.collect()
         torch.cuda.empty_cache()
         print(f"[{number}/{len(chosen)}, {time.monotonic() - began:.0f} s] {said}", flush=True)
-
-
-def _words(case: Case) -> str:
-    kind = "passages" if case.passages else "sentences"
-    return f"{case.architecture.name} B={case.batch} {kind} {case.direction} {case.dtype}"
 
 
 def _measure_forward(writer: Writer, case: Case, repeat_ms: int) -> str:

@@ -12,10 +12,13 @@ pytest.importorskip("sentence_transformers")
 TINY = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 
 
+def _tiny(architecture):
+    return replace(architecture, sizes={**architecture.sizes, **TINY})
+
+
 def _small(case):
-    architecture = replace(case.architecture, sizes={**case.architecture.sizes, **TINY})
     peers = tuple(peer for peer in case.peers if peer == "varlen_unpadded")  # a CPU has no graphs, and may have no compiler
-    return replace(case, architecture=architecture, batch=4, dtype="float32", peers=peers)
+    return replace(case, architecture=_tiny(case.architecture), batch=4, dtype="float32", peers=peers)
 
 
 @pytest.fixture
@@ -29,20 +32,61 @@ def table(load, monkeypatch):
         monkeypatch.setattr(module, name, value)
     every = {(case.architecture.name, case.direction, case.passages): _small(case) for case in module.CASES}
     monkeypatch.setattr(module, "CASES", list(every.values()))
+    strings = load("encoder_strings")
+    for name, value in {"ROUNDS": 1, "WINDOW": 0, "COMPARED": 12}.items():
+        monkeypatch.setattr(strings, name, value)
+    few = {(case.pairs, case.dtype): replace(case, count=24, architecture=_tiny(case.architecture)) for case in strings.STRINGS}
+    monkeypatch.setattr(module, "STRINGS", list(few.values()))
     return module
+
+
+def _rows(path):
+    with open(path, newline="") as handle:
+        return list(csv.DictReader(handle))
 
 
 def test_every_kind_of_row(table, tmp_path):
     from rows import Writer
 
     path = tmp_path / "encoders.csv"
-    table.run(Writer(path, dict.fromkeys(("gpu", "torch", "date"), "x")), 1)
-    with open(path, newline="") as handle:
-        rows = list(csv.DictReader(handle))
+    table.run(Writer(path, dict.fromkeys(("gpu", "torch", "date"), "x")), 1, ["fwd"])
+    rows = _rows(path)
     assert {r["backend"] for r in rows if r["direction"] == "fwd"} == {"stock", "saccade", "varlen_unpadded"}
     assert {r["backend"] for r in rows if r["direction"] == "fwd+bwd"} == {"stock", "saccade", "saccade_captured"}
     assert len({(r["problem"], r["direction"]) for r in rows}) == len(table.CASES)
     assert all("texts/s" in r["note"] for r in rows)
+
+
+def test_rows_from_strings(table, tmp_path):
+    from rows import Writer
+
+    path = tmp_path / "encoders.csv"
+    table.run(Writer(path, dict.fromkeys(("gpu", "torch", "date"), "x")), 1, ["strings"])
+    rows = _rows(path)
+    problems = {r["problem"] for r in rows}
+    assert len(problems) == 4  # of both dtypes
+    assert all("from strings texts=24 mean=" in problem for problem in problems)
+    for problem in problems:
+        assert [r["backend"] for r in rows if r["problem"] == problem] == ["stock", "stock_best", "saccade"]
+    words = ("texts/s", "Rust alone", "device alone", "of the larger", "waits for tokens", "waits for results")
+    assert all(word in r["note"] for r in rows if r["backend"] == "saccade" for word in words)
+
+
+@pytest.mark.parametrize(("pairs", "said"), [(False, "an embedding has a cosine"), (True, "scores differ")])
+def test_other_results_from_strings_end_the_table(table, monkeypatch, pairs, said):
+    import saccade
+
+    optimize = saccade.optimize
+
+    def forgets_the_places(model):
+        next(x for name, x in model.named_parameters() if "position_embeddings" in name).data.zero_()
+        next(x for name, x in model.named_parameters() if "word_embeddings" in name).data.neg_()
+        return optimize(model)
+
+    monkeypatch.setattr(saccade, "optimize", forgets_the_places)
+    monkeypatch.setattr(table, "STRINGS", [case for case in table.STRINGS if case.pairs == pairs][:1])
+    with pytest.raises(SystemExit, match=rf"saccade of MiniLM .*: {said}"):
+        table.run(None, 1, ["strings"])
 
 
 def test_another_embedding_ends_the_table(table, monkeypatch):

@@ -179,6 +179,8 @@ def test_the_plot_shows_speed_over_stock(load):
     assert load("plot_models").gains_of(rows) == {("fwd", "p"): {"saccade": 3.0, "saccade_unpadded": 4.0}}
     label = load("plot_models")._label("CLIP ViT-L/14 B=64 S=257 cls_only")
     assert label == "CLIP ViT-L/14 B=64\nS=257 cls only"
+    label = load("plot_models")._label("MiniLM encode from strings texts=2048 mean=20 float32")
+    assert label == "MiniLM\nencode from strings texts=2048 float32"
 
 
 def test_swin_by_timm(table, load, tmp_path):

