@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import string
+import weakref
 
 import pytest
 import torch
@@ -150,21 +151,24 @@ def test_what_a_graph_pools_is_what_the_module_pools(mode):
 
 
 def test_the_pooling_takes_only_the_batch_of_its_encoder(tokenizer_folder):
-    from saccade.encoders.pooling import Latest
+    from saccade.encoders.pooling import keep
 
     model = embedding_model(tokenizer_folder, "mean", *BERT)
     module, before = model[1], set(model[1].__dict__)
     handle = saccade.optimize(model)
     padded, mask = torch.randn(2, 3, SIZES["hidden_size"]), torch.ones(2, 3, dtype=torch.long)
-    handle.served[0].latest = Latest(padded, mask, torch.full((2, 4), 7.0))
+    keep(padded, mask, torch.full((2, 4), 7.0))
     given = {"token_embeddings": padded, "attention_mask": mask}
     assert torch.equal(module(dict(given))["sentence_embedding"], torch.full((2, 4), 7.0))
     for other in ({"token_embeddings": padded.clone()}, {"attention_mask": mask.clone()}, {"token_weights_sum": torch.ones(2)}):
         assert module(given | other)["sentence_embedding"].shape == (2, SIZES["hidden_size"])
+    left = weakref.ref(padded)
     copied = copy.deepcopy(model)
     assert copied[1](dict(given))["sentence_embedding"].shape == (2, SIZES["hidden_size"])
     handle.restore()
     assert set(module.__dict__) == before
+    del given, padded, other
+    assert left() is None, "what was pooled keeps no batch alive"
 
 
 def test_the_forward_of_a_sentence_transformer_puts_out_what_its_modules_do(tokenizer_folder, monkeypatch):

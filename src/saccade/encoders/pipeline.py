@@ -113,7 +113,6 @@ def embed(served: Any, pool: Callable[[Tensor, Tensor], Tensor], batch: Packed) 
     with served.lock, torch.no_grad():
         state = served.state.read()
         device, watched = served.state.tensors[0].device, served.state.watched
-        served.latest = None
         if device.type == "cuda" and not watched and not served.failed:
             gpu = served._graphs_on(device)
             graph = gpu.graph(state, capacity(max(batch.tokens, rows)), False)

@@ -5,13 +5,13 @@ Its own Pooling reads `[B, T, E]` in eight operations, padding included. Here on
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Pool = Callable[[Tensor, Tensor], Tensor]  # rows `[tokens, E]` and ends `[sequences + 1]` -> embeddings `[sequences, E]`
 
@@ -81,33 +81,35 @@ def pool_of(mode: Any) -> Pool | None:
     return lambda rows, ends: torch.cat([part(rows, ends) for part in parts if part is not None], dim=-1)
 
 
-class Latest:
-    """The last padded batch that was put out, its mask, and its embeddings."""
+_pooled = WeakTensorKeyDictionary()  # of batches that still live: not an attribute, which torch.save would write too
 
-    def __init__(self, padded: Tensor, mask: Tensor | None, embeddings: Tensor):
-        self.padded, self.mask = weakref.ref(padded), None if mask is None else weakref.ref(mask)
-        self.embeddings = embeddings
 
-    def is_of(self, padded: Tensor, mask: Tensor | None) -> bool:
-        """Whether these are that batch and its mask."""
-        return self.padded() is padded and self.mask is not None and self.mask() is mask
+def keep(padded: Tensor, mask: Tensor | None, embeddings: Tensor) -> None:
+    """Note on a padded batch that leaves the encoder what was pooled of it, under which mask; it lives as long as the batch."""
+    _pooled[padded] = mask, embeddings
+
+
+def _kept(padded: Tensor, mask: Tensor | None) -> Tensor | None:
+    """What was pooled of a batch under its mask; None if it came from elsewhere."""
+    found: tuple[Tensor | None, Tensor] | None = _pooled.get(padded)
+    return None if found is None or mask is None or found[0] is not mask else found[1]
 
 
 class Pooling:
     """The forward of a Pooling module: what the graph has pooled, if the features are what the encoder put out; else the module's own."""
 
-    def __init__(self, served: Any, module: Any):
-        self.served, self.module, self.stock = served, module, module.forward
+    def __init__(self, module: Any):
+        self.module, self.stock = module, module.forward
         self.mode = module.pooling_mode
 
     def __call__(self, features: dict[str, Any], **options: Any) -> dict[str, Any]:
-        latest, mask, rows = self.served.latest, features.get("attention_mask"), features["token_embeddings"]
-        if latest is not None and not options and latest.is_of(rows, mask) and not self._others(features):
-            features["sentence_embedding"] = latest.embeddings
+        mask, rows = features.get("attention_mask"), features["token_embeddings"]
+        pooled = None if options or self._others(features) else _kept(rows, mask)
+        if pooled is not None:
+            features["sentence_embedding"] = pooled
             return features
-        if (
-            isinstance(mask, Tensor) and mask.device != rows.device
-        ):  # a batch of the host, which the encoder has brought to the GPU
+        # the encoder takes a batch of the host to the GPU
+        if isinstance(mask, Tensor) and mask.device != rows.device:
             features["attention_mask"] = mask.to(rows.device)
         found: dict[str, Any] = self.stock(features, **options)
         return found
@@ -134,11 +136,11 @@ def attach(model: nn.Module, served: Any) -> None:
     mode = getattr(module, "pooling_mode", None)
     if isinstance(mode, str) and mode in POOLS and "forward" not in module.__dict__:
         served.pool, served.pooling, served.mode = POOLS[mode], module, mode
-        module.forward = Pooling(served, module)
+        module.forward = Pooling(module)
 
 
 def detach(served: Any) -> None:
     """Leave the Pooling as it was."""
     if served.pooling is not None and isinstance(served.pooling.__dict__.get("forward"), Pooling):
         del served.pooling.forward
-    served.pool = served.pooling = served.latest = None
+    served.pool = served.pooling = None

@@ -17,7 +17,7 @@ from saccade.encoders.capacity import capacity
 from saccade.encoders.captured import Inside, running
 from saccade.encoders.gpu import Gpu
 from saccade.encoders.packing import Given, Packed, pack, packed_on_host, pieces_of, unpack
-from saccade.encoders.pooling import Latest, Pool
+from saccade.encoders.pooling import Pool, keep
 from saccade.encoders.state import State
 from saccade.engine.calls import read_later
 from saccade.engine.problem import captured
@@ -113,7 +113,6 @@ class Served(Encoder):
         self.pooling: Any = None  # the module of a SentenceTransformer that takes it
         self.mode = ""  # how that module pools
         self.sentences: Any = None  # the SentenceTransformer, if its forward is replaced
-        self.latest: Latest | None = None
 
     # --- a call
 
@@ -137,7 +136,6 @@ class Served(Encoder):
                 return self(*args, **kwargs)
         if padded is None or (waiting is not None and waiting()):
             self.last = "stock: there is no real token" if batch.tokens == 0 else f"stock: {_USED}"
-            self.latest = None
             return self.stock(*args, **kwargs)
         return self._outputs(padded, given.get("return_dict"))
 
@@ -152,7 +150,6 @@ class Served(Encoder):
             state = self.state.read()
             if self.state.tensors[0].device.type != "cuda" or self.state.watched or self.failed:
                 return None
-            self.latest = None
             parts = [self._pooled(part, state) for part in pieces_of(given)]
         if None in parts:
             return None
@@ -179,7 +176,6 @@ class Served(Encoder):
 
     def _call_inside(self, inside: Inside, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call in a captured function: that of its batch without waiting for the device, any other as stock."""
-        self.latest = None
         given, reason = self._named(args, kwargs)
         reason = reason or self._refused(given) or inside.other(self, given)
         if not reason:
@@ -246,14 +242,13 @@ class Served(Encoder):
 
     def _hidden(self, batch: Packed, state: int, mask: Tensor | None) -> Tensor:
         """The last layer, padded."""
-        self.latest = None
         device, watched = self.state.tensors[0].device, self.state.watched
         if device.type != "cuda" or watched or self.failed:
             self.last = f"unpadded{f': {watched or self.failed}' if device.type == 'cuda' else ''}"
             return self._eager(batch, device)
         padded, pooled = self._graphs_on(device).hidden(batch, state)
         if pooled is not None:
-            self.latest = Latest(padded, mask, pooled)
+            keep(padded, mask, pooled)
         return padded
 
     def _eager(self, batch: Packed, device: torch.device) -> Tensor:
