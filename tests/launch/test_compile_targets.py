@@ -81,8 +81,8 @@ def compile_all(arch: int) -> list[dict]:
     from saccade.exact.short.config import LARGE, ROBUST, Config
     from saccade.exact.short.launch import Launch
     from saccade.exact.short.launchers import backward, forward
-    from saccade.testing.aot import SHARED_LIMIT, compile_launch, recording
     from saccade.testing.inputs import time_first
+    from tools.aot import SHARED_LIMIT, compile_launch, recording
 
     def meta(*shape, dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -162,7 +162,7 @@ class Recorder:
 
         import torch
 
-        from saccade.testing.aot import SHARED_LIMIT, compile_launch
+        from tools.aot import SHARED_LIMIT, compile_launch
 
         for arguments, options in self.calls:
             tensors = tuple(x for x in arguments if isinstance(x, torch.Tensor))
