@@ -43,7 +43,7 @@ def kernel(
     chosen = dtype or ("bfloat16" if on_gpu else "float32")
     console = Console()
     with console.status(f"{name}: contract in {chosen}") as status:
-        lines = [run.tested(path, "contract", chosen, seconds)]
+        lines = [run.tested(path, "contract", chosen, seconds, None)]
         status.update(f"{name}: compiling")
         lines += run.compiled_by_nvrtc(path, chosen, seconds) if path.suffix == ".cu" else run.compiled_by_triton(path)
         if on_gpu:

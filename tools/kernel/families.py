@@ -59,23 +59,24 @@ FAMILIES = {
 
 
 def kernels() -> dict[str, Path]:
-    """The name of every kernel -> its file: a CUDA source, without the folder `cuda`, or a module with Triton functions."""
+    """The name of every kernel -> its file: a CUDA source, or a module with Triton functions."""
     found = [*SRC.rglob("*.cu"), *(path for path in SRC.rglob("*.py") if "\n@triton.jit" in path.read_text(encoding="utf-8"))]
-    named = {path.relative_to(SRC).with_suffix("").as_posix().replace("/cuda/", "/"): path for path in found}
+    named = {path.relative_to(SRC).with_suffix("").as_posix(): path for path in found}
     return dict(sorted(named.items()))
 
 
 def file_of(name: str) -> Path:
-    """The file of a kernel.
+    """The file of a kernel. Its name may leave `cuda/` out where that is no other's name.
 
     Raises:
         InvalidArgument: no kernel has that name.
     """
     every = kernels()
-    plain = name.removeprefix("src/saccade/").removesuffix(".py").removesuffix(".cu").replace("/cuda/", "/")
-    if plain not in every:
+    plain = name.removeprefix("src/saccade/").removesuffix(".py").removesuffix(".cu")
+    shorter = {full.replace("/cuda/", "/"): path for full, path in every.items()}
+    if plain not in every and plain not in shorter:
         raise InvalidArgument(f"K is {name!r}; allowed are {', '.join(every)}")
-    return every[plain]
+    return every.get(plain) or shorter[plain]
 
 
 def family_of(path: Path) -> Family:

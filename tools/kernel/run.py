@@ -32,7 +32,7 @@ class Line(NamedTuple):
     details: str = ""
 
 
-def tested(kernel: Path, part: str, dtype: str, seconds: float, log: Path | None = None) -> Line:
+def tested(kernel: Path, part: str, dtype: str, seconds: float, log: Path | None) -> Line:
     """Run the tests of a kernel: of its contract, or of its binaries."""
     command = [
         sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "tools.kernel.plugin", "--kernel", str(kernel), "--kernel-part", part,
