@@ -25,13 +25,14 @@ from saccade import InvalidArgument, UnsupportedProblem
 from saccade.dynamic_mask.decode.entries import Entries
 from saccade.dynamic_mask.testing.cases import DynamicMaskCase
 from saccade.exact.sdpa import SDPA
+from saccade.exact.testing import varlen_check
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.nm_sparse.testing.cases import NMSparseCase
 from saccade.operations import OPERATIONS
 from saccade.testing.cases import Case
 from saccade.testing.inputs import make
 from saccade.testing.judge import Result
-from tools.soak import checks, judged, run, settings, spread
+from tools.soak import checks, judged, replay, run, settings, spread
 from tools.soak.__main__ import app
 from tools.soak.cache import CacheCase, Step, check_cache
 from tools.soak.checks import Setting
@@ -754,9 +755,18 @@ def test_streams_and_graphs_are_drawn_on_a_gpu_alone():
     ]
     assert set(plain_torch) == {"plain", "stream"}
     assert judged._way(Random(0), CPU, DynamicMaskCase("c", 1, 1, 1, 1, 1, 1, 1), "auto") == "plain"
+    packed = VarlenCase("c", (3, 4))
+    of = {
+        b: {judged._way(Random(n), torch.device("cuda"), packed, b) for n in range(50)}
+        for b in ("ragged", "flash", "sdpa", "auto")
+    }
+    assert of["ragged"] == of["flash"] == {"plain", "stream", "graph"}
+    assert of["sdpa"] == of["auto"] == {"plain", "stream"}
 
 
-@pytest.mark.parametrize("operation", ["attention", "attention_qkvpacked", "dynamic_mask_attention", "nm_sparse_attention"])
+@pytest.mark.parametrize(
+    "operation", ["attention", "attention_qkvpacked", "attention_varlen", "dynamic_mask_attention", "nm_sparse_attention"]
+)
 def test_a_graph_is_given_every_tensor_that_takes_a_gradient(operation, monkeypatch):
     seen = []
 
@@ -775,9 +785,13 @@ def test_a_graph_is_given_every_tensor_that_takes_a_gradient(operation, monkeypa
     assert gc.isenabled()
     assert (
         set(seen)
-        == {"attention": {3, 4}, "attention_qkvpacked": {1, 2}, "dynamic_mask_attention": {4}, "nm_sparse_attention": {3, 4}}[
-            operation
-        ]
+        == {
+            "attention": {3, 4},
+            "attention_qkvpacked": {1, 2},
+            "attention_varlen": {1, 2, 3, 4},
+            "dynamic_mask_attention": {4},
+            "nm_sparse_attention": {3, 4},
+        }[operation]
     )
 
 
@@ -804,6 +818,32 @@ def test_a_graph_that_reads_offsets_is_given_those_of_each_case(seed, monkeypatc
     assert len(captured) == 1
     assert len({tuple(offsets) for offsets in seen}) > 1
     assert all(r.ok for found in results for r in found), results
+
+
+def test_a_packed_graph_is_captured_with_other_borders_than_those_it_is_replayed_with(monkeypatch):
+    """So a graph that keeps the borders of its capture is found."""
+    borders = []
+    attend = varlen_check.attend
+    monkeypatch.setattr(varlen_check, "attend", lambda *given: (borders.append(given[3].tolist()), attend(*given))[1])
+
+    def capture(call, leaves, allow_unused_input):
+        found = call(*leaves)
+        return (lambda *given: found) if stale else call
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    cases = [VarlenCase("drawn", (3, 9, 4), head_dim=8), VarlenCase("drawn", (1, 9, 6), head_dim=8)]
+    setting = checks.Setting(torch.float32, CPU, "reference", (0, 1), "graph", "0")
+    stale = False
+    results = checks.CHECKS["attention_varlen"](cases, setting, True, [])
+    assert borders == [[0, 4, 13, 16], [0, 3, 12, 16], [0, 6, 15, 16], [0, 1, 10, 16]]
+    assert all(r.ok for found in results for r in found), results
+    stale = True
+    query = torch.randn(16, 2, 8, requires_grad=True)
+    ends = torch.tensor([0, 3, 12, 16], dtype=torch.int32)
+    run = lambda x: (saccade.attention_varlen(x, x, x, ends, ends, 9, 9),)  # noqa: E731
+    replayed = replay.captured_packed(run, (query,), (ends, ends))
+    assert not torch.allclose(replayed(query)[0], run(query)[0])
+    assert ends.tolist() == [0, 3, 12, 16]
 
 
 def test_what_a_graph_does_wrong_is_repeated_with_the_cases_before_it(monkeypatch):

@@ -18,7 +18,7 @@ import pytest
 DTYPE = re.compile(r"bfloat16|float16|float32|float64")
 # tests that compile a kernel for its targets
 BINARIES = re.compile(r"binar")
-_WORDS = {"forward": "fwd", "backward": "bwd", "pooling": "pool"}
+_WORDS = {"forward": "fwd", "backward": "bwd", "pooling": "pool", "write": "one_pass"}
 
 
 def pytest_addoption(parser: Any) -> None:

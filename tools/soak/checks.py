@@ -22,7 +22,7 @@ from saccade.testing.inputs import make
 from saccade.testing.judge import Result
 from tools.soak.cache import check_cache
 from tools.soak.layouts import arrangement, rearranged, with_lengths
-from tools.soak.replay import ReadsOffsets, replayed
+from tools.soak.replay import ReadsOffsets, captured_packed, replayed
 
 Judged = list[list[Result] | None]
 
@@ -62,10 +62,11 @@ def _placed(made: Callable[..., Any], case: Any, setting: Setting, draws: list[R
 
 
 def _varlen(cases: list[Any], setting: Setting, lse: bool, draws: list[Random]) -> Judged:
-    dtype, device, backend, seeds, _, places = setting
+    dtype, device, backend, seeds, way, places = setting
     source, longest = setting.source, (max(cases[0].q_lengths), max(cases[0].keys))  # of all of them
     problems = [varlen.padded(case, dtype, device, seed, longest, source) for case, seed in zip(cases, seeds, strict=True)]
-    return varlen.check_calls(cases, problems, backend, seeds, lse, lambda: arrangement(Random(places)))
+    graphed = captured_packed if way == "graph" else None
+    return varlen.check_calls(cases, problems, backend, seeds, lse, lambda: arrangement(Random(places)), graphed)
 
 
 def _nm_sparse(cases: list[Any], setting: Setting, lse: bool, draws: list[Random]) -> Judged:

@@ -15,6 +15,7 @@ from saccade.dynamic_mask.backends import DECODING
 from saccade.dynamic_mask.testing.cases import DynamicMaskCase
 from saccade.env import interpreting_triton
 from saccade.errors import UnsupportedProblem
+from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.operations import OPERATIONS
 from tools.soak.cache import CacheCase
 from tools.soak.checks import CHECKS, Judged, Setting
@@ -35,8 +36,10 @@ _MOST_BYTES, _OF_SCORE, _OF_NUMBER = 1e9, 250, 170
 _PAUSES = (1.0, 3.0, 9.0)
 # dynamic masks in plain torch count keys on the host, for which a call waits, so that it cannot be captured
 _READS_NUMBERS = ("reference", "gather_torch")
-# packed sequences whose lengths differ from call to call, what is no single call, and what reads its table
-_NOT_CAPTURED = ("attention_varlen", "dynamic_mask_cache", "expiry")
+# a cache is no single call, and the check of `expiry` reads its table on the host
+_NOT_CAPTURED = ("dynamic_mask_cache", "expiry")
+# packed calls of the others read lengths on the host, or `auto` may take one that does
+_CAPTURED_PACKED = ("ragged", "flash")
 _HALF, _PLAIN = (torch.bfloat16, torch.float16), (torch.float32,)
 
 
@@ -211,6 +214,8 @@ def _way(draw: Random, device: torch.device, case: Any, backend: str) -> str:
     # fewer captures, each of which warms up three times and collects garbage first
     way = draw.choice((*["plain"] * 5, "stream", "stream", "graph"))
     if isinstance(case, DynamicMaskCase) and backend in _READS_NUMBERS and way == "graph":
+        return "stream"
+    if isinstance(case, VarlenCase) and backend not in _CAPTURED_PACKED and way == "graph":
         return "stream"
     # a graph draws another Philox key than the oracle, and its warming up needs a gradient for every input
     dropped = hasattr(case, "dropout_p") and case.dropout_p > 0

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,29 @@ def replayed(run: Callable[[Any], Any], way: str) -> Callable[[Any], Any]:
     return replay
 
 
+def captured_packed(
+    call: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor], offsets: Sequence[Tensor]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """`call` captured with the sequences in the opposite order, and replayed with those of the case: a graph must read its offsets at each replay."""
+    distinct: dict[int, Tensor] = {id(x): x for x in offsets}
+    kept = [(x, x.clone()) for x in distinct.values()]
+    for x, right in kept:
+        x[1:] = right.diff().flip(0).cumsum(0)
+    with _nothing_freed():
+        graph: Callable[..., tuple[Tensor, ...]] = torch.cuda.make_graphed_callables(
+            call, _leaves(tensors), allow_unused_input=True
+        )
+    for x, right in kept:
+        x.copy_(right)
+    # results and gradients lie where the next replay puts its own: a product with 1 takes them elsewhere
+    return lambda *given: tuple(y * 1 for y in graph(*(x * 1 for x in given)))
+
+
+def _leaves(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors to capture with. Rows that share memory cannot be written to, which replaying with other numbers does."""
+    return tuple((x.detach().clone() if 0 in x.stride() else x.detach()).requires_grad_() for x in tensors)
+
+
 def _own(x: Any) -> list[str]:
     """The fields of inputs that are tensors and not views of another."""
     views = ("query", "key", "value") if getattr(x, "qkv", None) is not None else ()
@@ -60,11 +83,8 @@ def _captured(run: Callable[[Any], Any], x: Any, names: list[str]) -> Callable[.
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(y for y in run(dataclasses.replace(x, **dict(zip(names, tensors, strict=True)))) if y is not None)
 
-    # rows that share memory cannot be written to, which replaying with other numbers does
-    given = (getattr(x, n).detach() for n in names)
-    leaves = ((y.clone() if 0 in y.stride() else y).requires_grad_() for y in given)
     with _nothing_freed():
-        return torch.cuda.make_graphed_callables(call, tuple(leaves), allow_unused_input=True)
+        return torch.cuda.make_graphed_callables(call, _leaves(getattr(x, n) for n in names), allow_unused_input=True)
 
 
 @contextlib.contextmanager
