@@ -80,7 +80,7 @@ class Inside:
         arguments = inputs.arguments("token_type_ids" in self.served.signature.parameters)
         if not types and "token_type_ids" in arguments:
             arguments["token_type_ids"] = torch.zeros_like(arguments["token_type_ids"])
-        found = self.served.run(arguments, Borders(inputs.ends, min(columns, size)))
+        found = self.served.run_fused(arguments, Borders(inputs.ends, min(columns, size)))
         # rows behind the last token go to one more place, which is cut off
         real = torch.arange(size, device=found.device) < inputs.ends[-1]
         places = inputs.numbers[PLACES].where(real, rows * columns)
@@ -245,7 +245,7 @@ class CapturedFunction:
             )
             return self._plain(given)
         with served.lock:
-            state = served.state.read()
+            state = served.current_state()
             reason = self._refused(served, given)
             if not reason:
                 longest = getattr(served.model.config, "max_position_embeddings", None)
