@@ -61,7 +61,9 @@ def require(architecture: str) -> Nvrtc:
     try:
         from cuda.core.utils import FileStreamProgramCache  # noqa: F401 (cuda-core before 1.0 has none)
     except ImportError as error:
-        raise CompilerUnavailable(f"CUDA C++ kernels need cuda-core, which is not here ({error}): {_INSTALL}") from None
+        # cuda-core imports bindings that some installations lack; the message of Python names them
+        missing = "cuda-bindings" if "bindings" in str(error) else "cuda-core"
+        raise CompilerUnavailable(f"CUDA C++ kernels need {missing}, which is not here ({error}): {_INSTALL}") from None
     able = next((nvrtc for nvrtc in find_all() if refusal(nvrtc, architecture) is None), None)
     if able is None:
         raise CompilerUnavailable(str(refusal(find_nvrtc(), architecture)))
