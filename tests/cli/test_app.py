@@ -400,3 +400,16 @@ def test_a_cache_that_others_write_is_not_cleared(tmp_path, monkeypatch):
     (tmp_path / "nvrtc").chmod(0o777)
     assert "can be written by other users" in str(run("cache", "--clear").exception)
     assert isinstance(run("cache", "--clear").exception, SaccadeError)
+
+
+def test_another_machine_s_software_is_assumed(monkeypatch):
+    monkeypatch.setattr("saccade.hardware._FOUND", {"triton": False})
+    monkeypatch.setattr("saccade.cli.explain.obstacles", lambda arch: ("no NVRTC",))
+    call = Call(batch=32, heads=8, kv_heads=8, q_len=128, kv_len=128, needs_grad=True)
+    for arch in (80, 89, 90, 120):
+        first, *rest = answer(call, None, arch).splitlines()
+        assert first == "assumed, but not here: Triton; no NVRTC"
+        assert any(line.startswith("  -> short") for line in rest)
+        assert not any("not installed" in line for line in rest)
+        assert json.loads(answer(call, None, arch, as_json=True))["assumed"] == ["Triton", "no NVRTC"]
+    assert "needs Triton, which is not installed" in answer(call, "cpu", None)

@@ -22,6 +22,7 @@ from saccade.encoders.attention import Borders
 from saccade.encoders.capacity import capacity
 from saccade.encoders.packing import PLACES, Packed, unpack
 from saccade.engine.problem import captured
+from saccade.engine.switch import REASON, is_disabled
 from saccade.errors import InvalidArgument
 
 Batch = dict[str, Tensor]
@@ -239,6 +240,9 @@ class CapturedFunction:
         """
         given = _checked(batch)
         served = self._handle.served[0] if self._handle.served else None
+        if is_disabled():
+            self.last = f"uncaptured: {REASON}"
+            return self._plain(given)
         if served is None or captured() or torch.compiler.is_compiling():
             self.last = (
                 "uncaptured: the handle was restored" if served is None else "uncaptured: the call itself is captured or traced"

@@ -23,6 +23,7 @@ from saccade.encoders.pooling import Pool, keep
 from saccade.encoders.state import State
 from saccade.engine.calls import read_later
 from saccade.engine.problem import captured
+from saccade.engine.switch import REASON, is_disabled
 from saccade.errors import InvalidArgument
 
 _logger = logging.getLogger("saccade")
@@ -77,6 +78,8 @@ class Encoder:
 
     def _bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """The arguments of a call by their names, and why it runs as it is; empty if nothing speaks against it."""
+        if is_disabled():
+            return {}, REASON
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return {}, "the call is traced"
         if captured():
@@ -196,6 +199,8 @@ class Served(Encoder):
         return self.stock(*args, **kwargs)
 
     def _refused(self, given: dict[str, Any]) -> str:
+        if is_disabled():
+            return REASON
         if self.unfit:
             return self.unfit
         ids, mask, config = given.get("input_ids"), given.get("attention_mask"), self.model.config

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import get_overridable_functions, has_torch_function
 
+from saccade.engine.switch import is_disabled
 from saccade.engine.torch_sdpa import torch_attention
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention
@@ -48,7 +49,7 @@ def scaled_dot_product_attention(
 
 def _is_for_torch(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
     """Whether only torch's function computes what such a call means."""
-    if not _every_kernel_of_torch_is_allowed():
+    if is_disabled() or not _every_kernel_of_torch_is_allowed():
         return True
     given = (query, key, value, attn_mask)
     if has_torch_function(given) and any(_is_of_another_kind(x) for x in given):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,6 +89,8 @@ def refusal(nvrtc: Nvrtc, architecture: str) -> str | None:
 
 def obstacles(architecture: str | int) -> tuple[str, ...]:
     """Sentences on why CUDA C++ cannot be compiled for an architecture here; empty if it can. For `why_not` of backends."""
+    if _assumed:
+        return ()
     given_up = _given_up.get(architecture_named(architecture)) if _given_up else None
     return _obstacles(architecture) if given_up is None else (given_up,)
 
@@ -95,6 +99,18 @@ def obstacles(architecture: str | int) -> tuple[str, ...]:
 # torch._dynamo and, with it, numpy
 obstacles._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _given_up: dict[str, str] = {}  # architecture -> the failure
+_assumed = False
+
+
+@contextlib.contextmanager
+def assumed() -> Iterator[None]:
+    """CUDA C++ counts as compilable for every architecture meanwhile, to describe another machine."""
+    global _assumed
+    before, _assumed = _assumed, True
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 def give_up(error: CompileError) -> bool:
