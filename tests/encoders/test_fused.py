@@ -272,3 +272,15 @@ def test_bad_arguments_and_explain():
     with pytest.raises(InvalidArgument, match="fuse is 'yes'"):
         saccade.optimize(model, fuse="yes")
     assert isinstance(saccade.optimize(model, fuse=True).served[0].fusion, Fusion)
+
+
+def test_flops_are_those_of_the_products_apart():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, weights = torch.randn(5, 8, requires_grad=True), [torch.randn(n, 8, requires_grad=True) for n in (8, 4, 4)]
+    counts = []
+    for run in (lambda: joined.product(x, weights, []), lambda: torch.cat([x @ w.t() for w in weights], 1)):
+        with FlopCounterMode(display=False) as counter:
+            run().sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.engine.namespace import NAMESPACE
+from saccade.engine.flops import count_by
+from saccade.engine.namespace import NAMESPACE, packet
 
 # joined memory by its address: it lives as long as the `Joined` that made it
 _memory: weakref.WeakValueDictionary[int, Joined] = weakref.WeakValueDictionary()
@@ -136,7 +137,7 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, list[Tensor | None
     rows = [w.shape[0] for w in weights]
     dout_rows = dout.reshape(-1, dout.shape[-1])
     needs_x, needs_weights, needs_biases = ctx.needs_input_grad
-    dx = torch.ops.__getattr__(NAMESPACE).joined_matmul(dout, weights) if needs_x else None
+    dx = packet("joined_matmul")(dout, weights) if needs_x else None
     dweights: list[Tensor | None] = [None] * len(weights)
     if any(needs_weights):
         dweights = list((dout_rows.t() @ x.reshape(-1, x.shape[-1])).split(rows))
@@ -147,6 +148,16 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, list[Tensor | None
 
 
 _linear.register_autograd(_backward, setup_context=_saved)
+
+
+def _flops(x: Tensor, weights: Sequence[Tensor], *biases: Any, **options: Any) -> int:
+    """A product of every row of x with every weight."""
+    rows = x.numel() // max(x.shape[-1], 1)
+    return 2 * rows * sum([w.numel() for w in weights])
+
+
+for _name in ("joined_linear", "joined_matmul"):
+    count_by(packet(_name), _flops)
 
 
 def product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
