@@ -31,7 +31,9 @@ class Module:
 def test_known_calls_are_waited_for(module, monkeypatch):
     build = Compiled(module)
     monkeypatch.setattr(native, "calls", None)
-    monkeypatch.setattr(native, "module", None)  # `_use` sets both, and a stranger left behind serves every encoder of later tests
+    monkeypatch.setattr(
+        native, "module", None
+    )  # `_use` sets both, and a stranger left behind serves every encoder of later tests
     monkeypatch.setattr(native, "_build", build)
     assert not prepare.wait_for_known_calls("cpu")
     assert build.waited == []

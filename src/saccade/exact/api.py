@@ -27,8 +27,7 @@ from saccade.exact.args import AttentionArgs
 from saccade.exact.backends import BACKENDS
 from saccade.exact.causal_bias import checked_unbiased, is_causal_bias
 from saccade.exact.cpu import on_a_cpu
-from saccade.exact.gradient import Attention, AttentionPacked
-from saccade.exact.op import forward
+from saccade.exact.op import OPS
 from saccade.exact.prepared import prepare_attention
 from saccade.exact.problem import broadcast, by_window, check_packed, describe_attention, in_one_batch, must_broadcast
 from saccade.exact.varlen.nested import attention_nested
@@ -166,9 +165,9 @@ def attention(
         with uncast(query):
             out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = applied(Attention, problem, chosen.name, *args, prepared.asked, chosen.saves_output)
+        out, lse = applied(OPS.separate, problem, chosen.name, *args, prepared.asked, chosen.saves_output)
     else:
-        out, lse = forward(args, prepared.asked)
+        out, lse = OPS.forward(args, prepared.asked)
     if problem.windows:
         out, lse = by_window(problem, out), None if lse is None else by_window(problem, lse)
     if query.is_cuda and not prepared.offered and not traced():
@@ -283,9 +282,9 @@ def attention_qkvpacked(
         with uncast(query):
             out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = applied(AttentionPacked, problem, chosen.name, qkv, *args[3:], prepared.asked, chosen.saves_output)
+        out, lse = applied(OPS.packed, problem, chosen.name, qkv, *args[3:], prepared.asked, chosen.saves_output)
     else:
-        out, lse = forward(args, prepared.asked)
+        out, lse = OPS.forward(args, prepared.asked)
     if qkv.is_cuda and not prepared.offered and not traced():
         offer(prepared, call, tuple([x for x in (qkv, attn_mask, lengths) if x is not None]), args, out, lse)
     out = out.transpose(1, 2)

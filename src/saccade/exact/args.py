@@ -1,12 +1,12 @@
-"""The arguments that every backend of `attention` is given."""
+"""The record of `attention`: the arguments that every backend is given, declared once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from saccade.engine.record import BACKWARD_TOO, Differentiable, DifferentiableOrNone
 from saccade.launch.cache import LaunchCache
 
 
@@ -20,17 +20,17 @@ class AttentionArgs(NamedTuple):
         was not prepared.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Differentiable
+    key: Differentiable
+    value: Differentiable
     mask: Tensor | None
-    bias: Tensor | None
+    bias: DifferentiableOrNone
     lengths: Tensor | None
     seed: Tensor | None
     dropout_p: float
     is_causal: bool
     scale: float
-    launches: LaunchCache | None = None
+    launches: Annotated[LaunchCache | None, BACKWARD_TOO] = None
 
 
 def windows_of(bias: Tensor | None, batch: int) -> int:
@@ -45,15 +45,3 @@ def repeated(bias: Tensor, batch: int) -> Tensor:
     """The same with a row for each batch row, for what knows no windows: a bias of windows is copied for each image."""
     windows = windows_of(bias, batch)
     return bias.repeat(batch // windows, 1, 1, 1) if windows else bias
-
-
-class Launchers(NamedTuple):
-    """The entry points of a family of kernels that computes its own gradients.
-
-    forward:  `AttentionArgs -> (out, lse)`
-    backward: `(AttentionArgs, dout, dlse | None, out | None, lse, *, bias_grad, packed) -> (dq, dk, dv, dbias | None)`; dq, dk
-              and dv are written into views of `packed`, an empty `[B, S, 3, H, D]`, where one is given.
-    """
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]

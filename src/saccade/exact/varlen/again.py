@@ -12,11 +12,10 @@ from saccade import native
 from saccade.engine import prepare
 from saccade.engine.prepare import Prepared
 from saccade.env import check_lengths
-from saccade.exact.varlen import op
-from saccade.exact.varlen.args import VarlenArgs
+from saccade.exact.varlen.args import ALIGNMENTS, VarlenArgs
+from saccade.exact.varlen.op import OPS
 from saccade.native.described import Place
 
-_ALIGNMENTS = ("full", "upper", "lower")
 _INPUTS = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
 _GRADIENTS = ("dquery", "dkey", "dvalue")
 
@@ -28,7 +27,7 @@ def call_of(
     """A call as C++ looks it up: the longest lengths first, which are no part of what it is remembered by; then its tensors, or `qkv` and one
     cu_seqlens."""
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k) if qkv is None else (qkv, cu_seqlens_q)
-    return max_seqlen_q, max_seqlen_k, *tensors, dropout_p, _ALIGNMENTS[causal], scale, enable_gqa, return_lse, backend
+    return max_seqlen_q, max_seqlen_k, *tensors, dropout_p, ALIGNMENTS[causal], scale, enable_gqa, return_lse, backend
 
 
 def made(call: tuple) -> Tensor | None:
@@ -102,7 +101,7 @@ def _backward_by_python(
         args = VarlenArgs(query, key_, value, offsets_q, offsets_k, None, seed, max_q, max_k, *numbers)
         into = None if qkv is None else torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         with torch.no_grad():
-            gradients = op.launchers(prepared.asked).backward(args, dout, None, out, lse, bias_grad=False, packed=into)[:3]
+            gradients = OPS.launchers(prepared.asked).backward(args, dout, None, out, lse, bias_grad=False, packed=into)[:3]
         places = _places(qkv, *names) | _places_of_gradients(count + len(names), into)
         described = chosen.describe_backward and chosen.describe_backward(args, dout, out, lse, gradients, places)
         if described is not None and native.calls is not None:

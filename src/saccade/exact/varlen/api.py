@@ -18,8 +18,7 @@ from saccade.errors import InvalidArgument
 from saccade.exact.varlen import again
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.exact.varlen.backends import BACKENDS
-from saccade.exact.varlen.gradient import Varlen, VarlenPacked
-from saccade.exact.varlen.op import forward
+from saccade.exact.varlen.op import OPS
 from saccade.exact.varlen.problem import check_packed_varlen, checked_offsets, describe_varlen, on_the_host
 
 
@@ -287,12 +286,12 @@ def attend(
         with uncast(query):
             out, lse = chosen.attend(args, problem)
     elif not problem.needs_grad:
-        out, lse = forward(args, prepared.asked)
+        out, lse = OPS.forward(args, prepared.asked)
     elif qkv is not None:
-        out, lse = applied(VarlenPacked, problem, chosen.name, qkv, offsets_q, *rest, prepared.asked)
+        out, lse = applied(OPS.packed, problem, chosen.name, qkv, offsets_q, None, *rest, prepared.asked, True)
     else:
         given = (query, key, value, offsets_q, None if same else offsets_k, *rest)
-        out, lse = applied(Varlen, problem, chosen.name, *given, prepared.asked)
+        out, lse = applied(OPS.separate, problem, chosen.name, *given, prepared.asked, True)
     if call is not None:
         again.offer(prepared, call, args, out, lse, qkv)
     return (out, lse) if problem.return_lse and lse is not None else out
