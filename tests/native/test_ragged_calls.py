@@ -302,7 +302,7 @@ def test_causal_masks_of_two_alignments_are_two_kinds(seen):
     tensors, ends_q, ends_k, longest_q, longest_k = batch([5, 9, 1], [7, 16, 2])
     rest = (longest_q, longest_k, 0.0)
     for count, causal in enumerate((FULL, UPPER_LEFT, BOTTOM_RIGHT), 1):
-        attend(*tensors, ends_q, ends_k, *rest, causal, None, False, None, False, "ragged")
+        attend((*tensors, ends_q, ends_k, *rest, causal, None, False, None, False, "ragged"))
         assert len(native.calls) == count
 
 
@@ -336,7 +336,7 @@ def test_a_capture_is_left_to_python(seen, monkeypatch):
     """In a graph host time does not count, and Python then takes other launches."""
     given = batch([5, 9, 1])
     assert run(seen, given)
-    call = again.call_of(*given[0], *given[1:], 0.0, FULL, None, False, False, "ragged", None)
+    call = again.call_of((*given[0], *given[1:], 0.0, FULL, None, False, None, False, "ragged"), None)
     assert again.made(call) is not None
     monkeypatch.setattr(recorded_triton, "capturing", [1])
     assert again.made(call) is None

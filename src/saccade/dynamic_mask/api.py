@@ -150,9 +150,9 @@ def dynamic_mask_attention(
     return_lse = check_flag("return_lse", return_lse)
     if cu_seqlens is not None:
         document_ids = documents_of(cu_seqlens, key_scores, document_ids)
-    prepared = prepare_dynamic_mask(
-        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend, sinks, window
-    )  # fmt: skip
+    prepared = prepare_dynamic_mask((
+        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, sinks, window, backend,
+    ))  # fmt: skip
     if lengths is not None:
         lengths = checked_lengths(lengths, prepared.problem.kv_len)
     out, lse, faulty = _attend(query, key, value, key_scores, lengths, document_ids, prepared)

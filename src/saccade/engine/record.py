@@ -1,7 +1,8 @@
 """Reads the record of an operation: the one place that lists its arguments.
 
-A record is a NamedTuple. Its annotations say what each field is (`Tensor`, `Tensor | None`, or a number), and the marks below add what a type cannot
-say. Schemas, fakes, autograd.Functions, FLOP formulas, signatures and placements of shards are derived from it.
+A record is a NamedTuple. Its annotations say what each field is (`Tensor`, `Tensor | None`, or a number), and marks add what a type cannot say. An
+operation has two: the arguments of its public function, from which the signature of prepared calls and the placements of shards are derived, and those
+of its kernels, from which schemas, fakes, autograd.Functions and FLOP formulas are (`Fields`).
 """
 
 from __future__ import annotations
@@ -38,10 +39,7 @@ class Fields:
 
     def __init__(self, record: Any):
         self.record = record
-        hints = get_type_hints(record, include_extras=True)
-        self.names: tuple[str, ...] = record._fields
-        kinds, marks = zip(*(_read(hints[name]) for name in self.names), strict=True)
-        self.marks: tuple[tuple, ...] = marks
+        self.names, kinds, marks = zip(*annotated(record), strict=True)
         ours = [BACKWARD_TOO in marked or LAUNCHERS_ONLY in marked for marked in marks]
         self.count = len(ours) - sum(ours)
         self.whole = self.count + sum(BACKWARD_TOO in marked for marked in marks)
@@ -69,12 +67,14 @@ class Fields:
         return [f"{kind} {name}={found[name]}" for name, kind in self.types.items() if name in found]
 
 
-def _read(hint: Any) -> tuple[Any, tuple]:
-    """The type and the marks of an annotation."""
-    if get_origin(hint) is Annotated:
-        kind, *marks = get_args(hint)
-        return kind, tuple(marks)
-    return hint, ()
+def annotated(record: Any) -> list[tuple[str, Any, tuple]]:
+    """Name, type and marks of each field."""
+    hints = get_type_hints(record, include_extras=True)
+    found = []
+    for name in record._fields:
+        kind, *marks = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+        found.append((name, kind, tuple(marks)))
+    return found
 
 
 def _type(kind: Any, marks: tuple) -> str:

@@ -7,7 +7,37 @@ from typing import Annotated, NamedTuple
 from torch import Tensor
 
 from saccade.engine.record import BACKWARD_TOO, Differentiable, DifferentiableOrNone
+from saccade.engine.sharded import BATCH, BHTD, Dims, scores_dims
 from saccade.launch.cache import LaunchCache
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of the public function, in its order. The function itself makes a plain tuple of them, which takes less time."""
+
+    query: Annotated[Tensor, BHTD]
+    key: Annotated[Tensor, BHTD]
+    value: Annotated[Tensor, BHTD]
+    attn_mask: Annotated[Tensor | None, scores_dims]
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    lengths: Annotated[Tensor | None, BATCH]
+    return_lse: bool
+    backend: str
+
+
+class PackedCall(NamedTuple):
+    """The same of `attention_qkvpacked`."""
+
+    qkv: Annotated[Tensor, Dims(0, 3)]
+    attn_mask: Annotated[Tensor | None, scores_dims]
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    lengths: Annotated[Tensor | None, BATCH]
+    return_lse: bool
+    backend: str
 
 
 class AttentionArgs(NamedTuple):
