@@ -151,7 +151,8 @@ def attention(
     given = (query, key, value, *call[3:])
     prepared = prepare_attention(given, False)
     if prepared is None:
-        return attention(**AttentionCall(*broadcast(query, key, value, enable_gqa), *call[3:])._asdict())
+        query, key, value = broadcast(query, key, value, enable_gqa)
+        return attention(**AttentionCall(*call)._replace(query=query, key=key, value=value)._asdict())
     args = _args_of(prepared, query, key, value, attn_mask, lengths)
     problem, chosen = prepared.problem, prepared.backend
     if chosen.attend is not None:
