@@ -17,8 +17,9 @@ from saccade import native
 from saccade.engine import prepare
 from saccade.engine.layout import unpack
 from saccade.engine.prepare import Prepared
-from saccade.exact import again, op
+from saccade.exact import again
 from saccade.exact.args import AttentionArgs
+from saccade.exact.op import OPS
 from saccade.exact.problem import describe_attention
 from saccade.exact.ragged import long, long_launchers, sm90
 from saccade.exact.short import backend as short_backend
@@ -178,7 +179,7 @@ def check(
         assert native.calls.run(*call) is None
         native.calls.checked(real, length)
     # C++ plans backward by calling Python, which then describes its launch
-    monkeypatch.setattr(op, "launchers", lambda asked: SimpleNamespace(backward=run_backward))
+    monkeypatch.setattr(OPS, "launchers", lambda asked: SimpleNamespace(backward=run_backward))
     for _ in range(3):
         made = native.calls.run(*call)
         assert made.stride() == (out.transpose(1, 2) if packed else out).stride()

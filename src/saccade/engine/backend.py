@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from saccade.engine.rule import Rule
 from saccade.engine.switch import is_disabled
+
+
+class Launchers(NamedTuple):
+    """The entry points of a family of kernels of `attention` or `attention_varlen`. args: the record of the operation.
+
+    forward:  `args -> (out, lse)`
+    backward: `(args, dout, dlse | None, out | None, lse, *, bias_grad, packed) -> (dq, dk, dv, dbias | None)`; dq, dk and dv are written into
+              views of `packed`, an empty tensor of the shape of the packed input, if one is given.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from saccade.engine import prepare
 from saccade.engine.layout import shares_memory, strides_like_heads, unpack
 from saccade.engine.prepare import Prepared
 from saccade.engine.problem import made_again
-from saccade.exact import op
 from saccade.exact.args import AttentionArgs
+from saccade.exact.op import OPS
 from saccade.exact.problem import by_window, in_one_batch
 from saccade.native.described import Place
 
@@ -67,7 +67,7 @@ def _offer_ours(
     expanded = mask if args.mask is not None and args.mask is not inputs[mask] else -1
     taken = [x for x in (args.mask, args.bias, args.lengths) if x is not None]
     inputs, given = (*inputs[: len(inputs) - len(taken)], *taken), inputs
-    forward = chosen.describe_launches(args, _forward_places(inputs, args, packed))
+    forward = chosen.describe_launches(args, out, lse, _forward_places(inputs, args, packed))
     if forward is None:
         return
     empty = [_like(x, packed) for x in (inputs[:1] if packed else args[:3])] if problem.needs_grad else []
@@ -148,11 +148,11 @@ def _backward_by_python(prepared: Prepared, key: Any, made: AttentionArgs, packe
         )  # fmt: skip
         into = torch.empty_like(inputs[0]) if packed else None
         with torch.no_grad():
-            dq, dk, dv, dbias = op.launchers(prepared.asked).backward(
+            dq, dk, dv, dbias = OPS.launchers(prepared.asked).backward(
                 args, folded, None, out, lse, bias_grad=problem.bias_grad, packed=into
             )
         places = _backward_places(inputs, args, chosen.saves_output, packed, problem.bias_grad)
-        planned = chosen.describe_backward and chosen.describe_backward(args, folded, out, lse, packed, places)
+        planned = chosen.describe_backward and chosen.describe_backward(args, folded, out, lse, (dq, dk, dv), places)
         if planned is not None and native.calls is not None and folded.data_ptr() == dout.data_ptr():
             native.calls.remember_backward(key, dout, *planned)
         if problem.windows:

@@ -138,8 +138,11 @@ def run_packed(
     seed_generators(seed, inputs.query.device)
     query, key, value = leaves[0].unbind(1) if case.packed else leaves
     found = attend(
-        query, key, value, offsets[0], offsets[1], max_q, max_k, case.dropout_p, case.causal,
-        None, case.heads != case.kv_heads, bias, lse, backend, leaves[0] if case.packed else None,
+        (
+            query, key, value, offsets[0], offsets[1], max_q, max_k, case.dropout_p, case.causal, None, case.heads != case.kv_heads, bias, lse,
+            backend,
+        ),
+        leaves[0] if case.packed else None,
     )  # fmt: skip
     out, log_sum = found if isinstance(found, tuple) else (found, None)
     dout = packed(inputs.dout, rows_q).nan_to_num(0.0)

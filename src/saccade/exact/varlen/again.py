@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,23 +13,23 @@ from saccade import native
 from saccade.engine import prepare
 from saccade.engine.prepare import Prepared
 from saccade.env import check_lengths
-from saccade.exact.varlen import op
-from saccade.exact.varlen.args import VarlenArgs
+from saccade.exact.varlen.args import ALIGNMENTS, VarlenArgs, VarlenCall
+from saccade.exact.varlen.op import OPS
 from saccade.native.described import Place
 
-_ALIGNMENTS = ("full", "upper", "lower")
 _INPUTS = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
+_NAMES = VarlenCall._fields
+# what follows the probability of dropout
+_options = itemgetter(*[i for i, name in enumerate(_NAMES) if i > _NAMES.index("dropout_p") and name != "attn_bias"])
 _GRADIENTS = ("dquery", "dkey", "dvalue")
 
 
-def call_of(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float, causal: int, scale: float | None, enable_gqa: bool, return_lse: bool, backend: str, qkv: Tensor | None,
-) -> tuple:  # fmt: skip
-    """A call as C++ looks it up: the longest lengths first, which are no part of what it is remembered by; then its tensors, or `qkv` and one
-    cu_seqlens."""
-    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k) if qkv is None else (qkv, cu_seqlens_q)
-    return max_seqlen_q, max_seqlen_k, *tensors, dropout_p, _ALIGNMENTS[causal], scale, enable_gqa, return_lse, backend
+def call_of(call: tuple, qkv: Tensor | None) -> tuple:
+    """A call in the order of `VarlenCall`, without a bias, as C++ looks it up: the longest lengths first, which are no part of what it is remembered
+    by; then its tensors, or `qkv` and one cu_seqlens; then its options."""
+    causal, *options = _options(call)
+    tensors = call[:5] if qkv is None else (qkv, call[3])
+    return (*call[5:7], *tensors, call[7], ALIGNMENTS[causal], *options)
 
 
 def made(call: tuple) -> Tensor | None:
@@ -102,7 +103,7 @@ def _backward_by_python(
         args = VarlenArgs(query, key_, value, offsets_q, offsets_k, None, seed, max_q, max_k, *numbers)
         into = None if qkv is None else torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         with torch.no_grad():
-            gradients = op.launchers(prepared.asked).backward(args, dout, None, out, lse, bias_grad=False, packed=into)[:3]
+            gradients = OPS.launchers(prepared.asked).backward(args, dout, None, out, lse, bias_grad=False, packed=into)[:3]
         places = _places(qkv, *names) | _places_of_gradients(count + len(names), into)
         described = chosen.describe_backward and chosen.describe_backward(args, dout, out, lse, gradients, places)
         if described is not None and native.calls is not None:
