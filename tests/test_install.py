@@ -159,8 +159,9 @@ def hook(monkeypatch):
 def test_only_tables_that_git_knows_go_into_a_wheel(hook, tmp_path):
     folder = tmp_path / "benchmarks"
     (folder / "tables").mkdir(parents=True)
-    for name in ("run.py", "tables/ours.py", "results.txt", "zz_local.py", "tables/mine.py"):
+    for name in ("run.py", "tables/ours.py", "results.txt", "zz_local.py", "tables/mine.py", "plot_all.py"):
         (folder / name).write_text("")
+    (folder / "run.py").write_text("import os\n\ndef main():\n    from zz_local import draw\n")  # plot_all.py is imported by none
     names = lambda: [p.relative_to(folder).as_posix() for p in hook.tables(folder)]  # noqa: E731
     assert names() == ["run.py", "tables/mine.py", "tables/ours.py", "zz_local.py"]  # a source distribution, without .git
     git = ["git", "-C", str(tmp_path), "-c", "safe.directory=*"]
@@ -182,6 +183,7 @@ def test_a_file_under_src_that_git_does_not_know_is_left_out(hook, tmp_path):
     (tmp_path / "benchmarks").mkdir()
     for name in ("ours.py", "mine.py", "ignored.log"):
         (package / name).write_text("")
+    (tmp_path / "benchmarks" / "run.py").write_text("")
     build.initialize("standard", {"force_include": {}})  # a source distribution, without .git
     assert target["exclude"] == ["*.tmp"]
     git = ["git", "-C", str(tmp_path), "-c", "safe.directory=*"]

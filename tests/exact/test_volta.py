@@ -37,10 +37,10 @@ from saccade.nvrtc import Options, Parameters, Source, compile_cubin, obstacles
 from saccade.nvrtc.toolchain import Nvrtc, refusal
 from saccade.testing.baseline import baseline_of, differentiate
 from saccade.testing.cases import Case
-from saccade.testing.cubin import disassemble, resource_usage
 from saccade.testing.inputs import Inputs, make
 from saccade.testing.judge import judge_all, report
 from saccade.testing.roundings import Roundings
+from tools.cubin import disassemble, resource_usage
 
 HALF = torch.float16
 needs_emulator = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")

@@ -31,8 +31,8 @@ from saccade.nm_sparse.testing.inputs import make_nm_sparse
 from saccade.nvrtc import Parameters, build, obstacles
 from saccade.operations import find
 from saccade.testing.baseline import differentiate, oracle_of
-from saccade.testing.cubin import disassemble, issue_clocks, resource_usage
 from saccade.testing.judge import report
+from tools.cubin import disassemble, issue_clocks, resource_usage
 
 MMA_SP = find("nm_sparse_attention", "mma_sp")
 # bytes: the causal 2:4 kernels that store their selection keep two loop bounds there

@@ -20,7 +20,7 @@ from saccade.nm_sparse.fused import launchers as fused
 from saccade.nm_sparse.fused.backend import MAX_HEAD_DIM_TF32
 from saccade.nm_sparse.fused.config import Sm80Config, pick_sm80
 from saccade.nvrtc import build, obstacles
-from saccade.testing.cubin import disassemble, resource_usage
+from tools.cubin import disassemble, resource_usage
 
 
 def force(monkeypatch, arch: int) -> None:

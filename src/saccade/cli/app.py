@@ -185,51 +185,6 @@ def verify(
     raise typer.Exit(run(Selection(backend or [], case or [], dtypes, device, interpret, every, operations, as_json)))
 
 
-@app.command(hidden=True)
-def soak(
-    count: Annotated[int | None, typer.Option(help="Cases; 500 if --minutes is not given either.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Go on for so long.")] = None,
-    seed: Annotated[int, typer.Option(help="The first seed; one seed is one case of each operation and backend.")] = 0,
-    op: Annotated[list[str] | None, typer.Option(help="Only this operation; may be repeated.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="Only this backend; may be repeated.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
-    processes: Annotated[int, typer.Option(help="Processes that run cases side by side.")] = 1,
-    family: Annotated[
-        int | None, typer.Option(help="Seeds that share compiled kernels, 8 by default; on a GPU hundreds spare compiling.")
-    ] = None,
-    cover: Annotated[
-        bool,
-        typer.Option(
-            "--cover",
-            help="First every pair of arguments in every configuration of a kernel, a list of some thousand cases; --minutes does so too.",
-        ),
-    ] = False,
-    entry: Annotated[int | None, typer.Option(help="Only this entry of the list of --cover, of one --op and --backend.")] = None,
-    part: Annotated[
-        str | None, typer.Option(help="Only this part of the lists of --cover, as 2/4: entries are dealt in turns.")
-    ] = None,
-    leaks: Annotated[
-        bool,
-        typer.Option("--leaks", help="Make --count calls (100,000) of ever new shapes instead, and watch memory and caches."),
-    ] = False,
-    as_json: Annotated[bool, _JSON] = False,
-    log: Annotated[Path | None, typer.Option(help="Add a row for each operation and backend to this CSV.")] = None,
-) -> None:
-    """Judge random problems of every operation and backend against float64; exit code 1 if one misses its budget, with the line
-    that repeats it."""
-    if leaks:
-        from saccade.cli.soak.leaks import run as run_leaks
-
-        raise typer.Exit(run_leaks(count, device, as_json))
-    from saccade.cli.soak.draw import FAMILY
-    from saccade.cli.soak.run import Task, run
-
-    shared = FAMILY if family is None else family
-    raise typer.Exit(
-        run(Task(count, minutes, seed, op or [], backend or [], device, processes, as_json, log, shared, cover, entry, part))
-    )
-
-
 @app.command()
 def time(
     batch: Annotated[int, typer.Option("--batch", "-B")] = 32,
