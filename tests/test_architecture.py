@@ -8,6 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
+from contracts.dynamic_mask import DynamicMaskContract
+from contracts.exact import AttentionContract
+from contracts.nm_sparse import NMSparseContract
+from contracts.opt_outs import OPT_OUTS
+from contracts.varlen import VarlenContract
 
 import saccade.exact.api
 
@@ -22,6 +27,7 @@ FAMILIES = {
     "nm_sparse": ("masked", "fused", "staged"),
 }
 DEVICE_PACKAGES = ("triton", "cuda")
+CONTRACTS = (AttentionContract, VarlenContract, DynamicMaskContract, NMSparseContract)
 OPTIONAL = ("triton", "cuda", "typer", "rich", "platformdirs", "transformers", "timm", "matplotlib", "pytest", "hypothesis")
 
 
@@ -322,6 +328,24 @@ def test_pages_mention_paths_that_exist(page):
         mentioned = match[1] or match[2]
         places = (ROOT / mentioned, SRC / mentioned, page.parent / mentioned)
         assert any(p.exists() for p in places), f"{page.name} mentions {mentioned}"
+
+
+def test_backends_opt_out_of_their_contracts_in_one_place():
+    """A class that inherits a contract sets `backend` and what is its own: neither another value of the contract, nor None for a test."""
+    used = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            name = f"{path.relative_to(ROOT / 'tests').as_posix()}::{node.name}"
+            decorators = [ast.unparse(d) for d in node.decorator_list if "opted_out" in ast.unparse(d)]
+            assert decorators in ([], [f"opted_out({name!r})"]), name
+            used |= {name} if decorators else set()
+            if any("Contract" in ast.unparse(base) for base in node.bases):
+                targets = {ast.unparse(t) for line in node.body if isinstance(line, ast.Assign) for t in line.targets}
+                taken = {t for t in targets if t.startswith("test_") or any(t in vars(contract) for contract in CONTRACTS)}
+                assert not taken, f"{name} sets {taken}; tests/contracts/opt_outs.py is the place for it"
+    assert used == set(OPT_OUTS)
 
 
 def test_tests_mirror_the_source():

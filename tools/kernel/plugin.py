@@ -26,6 +26,7 @@ def pytest_addoption(parser: Any) -> None:
     parser.addoption("--kernel", type=Path, default=None, help="the file of the kernel")
     parser.addoption("--kernel-dtype", default="float32", help="tests that name a dtype run in this one alone")
     parser.addoption("--kernel-part", default="contract", choices=["contract", "binaries"])
+    parser.addoption("--kernel-together", action="store_true", help="a test may compile several sources")
     parser.addoption("--kernel-seconds", type=float, default=25.0, help="no test begins later")
     parser.addoption("--kernel-log", type=Path, default=None, help="a JSON line for each compiled source is added here")
 
@@ -59,7 +60,7 @@ def pytest_configure(config: Any) -> None:
     log = config.getoption("--kernel-log")
     config.stash[_BEGAN] = time.monotonic()
     if log is not None and config.getoption("--kernel-part") == "binaries":
-        _record(log)
+        _record(log, config.getoption("--kernel"), config.getoption("--kernel-together"))
 
 
 _BEGAN = pytest.StashKey[float]()
@@ -72,13 +73,15 @@ def pytest_runtest_setup(item: Any) -> None:
         pytest.skip("out of time")
 
 
-def _record(log: Path) -> None:
-    """Add a line to `log` for each source that NVRTC compiles."""
+def _record(log: Path, kernel: Path, together: bool) -> None:
+    """Add a line to `log` for each source that NVRTC compiles; unless `together`, a test ends where it compiles another one."""
     from saccade.nvrtc import compiler
     from tools.cubin import resource_usage
 
     class Recorded(compiler.Program):
         def __init__(self, library: Any, text: str, name: str) -> None:
+            if not together and Path(name) != kernel:
+                pytest.skip(f"compiles {Path(name).name}")
             super().__init__(library, text, name)
             self._source = name
 

@@ -39,7 +39,9 @@ def tested(kernel: Path, part: str, dtype: str, seconds: float, log: Path | None
         "--kernel-dtype", dtype, "--kernel-seconds", str(seconds), *tests_of(family_of(kernel)),
     ]  # fmt: skip
     if log is not None:
-        command += ["--kernel-log", str(log)]
+        # every case is a candidate: only those that compile this source take time
+        command += ["--kernel-log", str(log), "--every-case"]
+        command += ["--kernel-together"] * family_of(kernel).together
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     if log is not None:
         environment |= {"SACCADE_CACHE_DIR": str(log.parent)}  # what is kept on disk would not be compiled
