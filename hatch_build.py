@@ -1,14 +1,17 @@
-"""Puts the benchmark tables into the wheel, for `saccade bench`: the runner, the tables and what they import."""
+"""Puts the benchmark tables into the wheel, for `saccade bench`: the runner, the tables and what they import. Makes the README's links absolute for an
+index, which shows it without the repository around it."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 class Tables(BuildHookInterface):
@@ -26,6 +29,22 @@ class Tables(BuildHookInterface):
                 *self.build_config.target_config.get("exclude", []),
                 *(f"/src/{name}" for name in unknown(Path(self.root))),
             ]
+
+
+class Readme(MetadataHookInterface):
+    """config: `pages` and `files`, the addresses of pages and of raw files."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set the readme of an index."""
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        absolute = with_addresses(text, self.config["pages"], self.config["files"])
+        metadata["readme"] = {"content-type": "text/markdown", "text": absolute}
+
+
+def with_addresses(text: str, pages: str, files: str) -> str:
+    """A page whose relative links and pictures are absolute."""
+    text = re.sub(r"(\]\()(?!https?:|#)", rf"\g<1>{pages}", text)
+    return re.sub(r'((?:src|srcset)=")(?!https?:)', rf"\g<1>{files}", text)
 
 
 def tables(folder: Path) -> list[Path]:

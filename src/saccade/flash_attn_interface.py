@@ -55,8 +55,10 @@ def flash_attn_varlen_func(
     causal = check_flag("causal", causal)
     q, k, v = autocast(q, k, v)
     found = attend(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, True,
-        None, return_attn_probs, _backend_of_packed(deterministic, q, k, v),
+        (
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, True,
+            None, return_attn_probs, _backend_of_packed(deterministic, q, k, v),
+        )
     )  # fmt: skip
     return (*found, None) if isinstance(found, tuple) else found
 
@@ -79,10 +81,12 @@ def flash_attn_varlen_qkvpacked_func(
     _check_shape("qkv", qkv, ("T", 3, "H", "D"))
     causal = check_flag("causal", causal)
     (qkv,) = autocast(qkv)
-    query, key, value = qkv.unbind(1)
     found = attend(
-        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, False,
-        None, return_attn_probs, _backend_of_packed(deterministic, qkv), qkv,
+        (
+            *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, False,
+            None, return_attn_probs, _backend_of_packed(deterministic, qkv),
+        ),
+        qkv,
     )  # fmt: skip
     return (*found, None) if isinstance(found, tuple) else found
 

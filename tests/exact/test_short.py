@@ -16,7 +16,7 @@ from contracts.exact import DEVICE, HAS_GPU, AttentionContract
 from contracts.opt_outs import opted_out
 
 import saccade
-from saccade.exact import op as ops
+from saccade.engine.layout import unpack
 from saccade.exact.args import AttentionArgs
 from saccade.exact.problem import describe_attention
 from saccade.exact.short import choice
@@ -268,7 +268,7 @@ def test_prefetch_changes_nothing(config, q_len):
 
 def test_packed_gradients_are_views_of_one_tensor():
     inputs = make(Case("packed", 2, 2, 2, 9, 9, 16, packed=True), torch.float32, DEVICE)
-    args = AttentionArgs(*ops.unpack(inputs.qkv), None, None, None, None, 0.0, False, 0.25)
+    args = AttentionArgs(*unpack(inputs.qkv), None, None, None, None, 0.0, False, 0.25)
     _, lse = forward(args)
     packed = torch.empty_like(inputs.qkv)
     packed.fill_(float("nan"))

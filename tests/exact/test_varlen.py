@@ -164,8 +164,8 @@ def test_a_remembered_call_does_not_vouch_for_another():
         assert call(leaf, key, value, ends, **right).requires_grad
     # of other lengths for the keys, torch's packed attention would align a causal mask otherwise
     for other in (ends, ends.clone()):
-        call_of = (query, key, value, ends, other, 1, 1, 0.0, UPPER_LEFT, None, False, None, False, False, False, "auto")
-        assert api._prepare(*call_of).problem.same_lengths == (other is ends)
+        call_of = (query, key, value, ends, other, 1, 1, 0.0, UPPER_LEFT, None, False, None, False, "auto")
+        assert api._prepare(call_of, False).problem.same_lengths == (other is ends)
 
 
 @pytest.mark.parametrize("by_lists", [False, True], ids=["at-once", "by-lists"])

@@ -25,7 +25,7 @@ from saccade.engine.problem import Problem
 from saccade.errors import UnsupportedProblem
 from saccade.exact.args import AttentionArgs
 from saccade.exact.backends import BACKENDS
-from saccade.exact.gradient import Attention
+from saccade.exact.op import OPS
 from saccade.exact.problem import describe_attention
 from saccade.exact.testing.cases import ATTENTION as SHAPES
 from saccade.exact.testing.check import public_call
@@ -81,7 +81,7 @@ def attend(inputs: Inputs, is_causal: bool = False, dropout_p: float = 0.0, scal
     # of packed inputs the three are copies without a history
     rows = (inputs.query, inputs.key, inputs.value) if inputs.qkv is None else unpack(inputs.qkv)
     args = AttentionArgs(*rows, inputs.mask, inputs.bias, lengths, seed, dropout_p, is_causal, scale)
-    return Attention.apply(*args, backend, True)
+    return OPS.separate.apply(*args, backend, True)
 
 
 def outputs_of(case: Case, inputs: Inputs, seed: int = 0, backend: str = "volta"):

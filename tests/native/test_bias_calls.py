@@ -8,8 +8,9 @@ from recorded_triton import Compiled, recording
 
 from saccade import native
 from saccade.engine.prepare import Prepared
-from saccade.exact import again, op
+from saccade.exact import again
 from saccade.exact.args import AttentionArgs
+from saccade.exact.op import OPS
 from saccade.exact.problem import by_window, describe_attention, in_one_batch
 from saccade.exact.short import launch as short_launch
 from saccade.exact.short.backend import SHORT
@@ -57,10 +58,10 @@ def test_a_bias(seen, shape, lengths, bias_grad, outside):
     prepared, given = Prepared(problem, SHORT, SHORT.name), [x.detach() for x in (*leaves, bias)]
     args = AttentionArgs(*given[:3], None, given[3], real, None, 0.0, False, DIM**-0.5, prepared.launches)
     known = dict(zip(("query", "key", "value", "bias"), given, strict=True)) | ({"lengths": real} if lengths else {})
-    out, lse = op.launchers("short").forward(args)
+    out, lse = OPS.launchers("short").forward(args)
     by_python = [named(seen[-1], known | {"out": out})]
     dout = torch.randn_like(out)
-    gradients = op.launchers("short").backward(args, dout, None, None, lse, bias_grad=bias_grad, packed=None)
+    gradients = OPS.launchers("short").backward(args, dout, None, None, lse, bias_grad=bias_grad, packed=None)
     assert (BATCH * HEADS * DIM in by_python[0][2]) is outside
     written = dict(zip(("dquery", "dkey", "dvalue"), gradients[:3], strict=True))
     by_python.append(named(seen[-1], known | written | {"dout": dout}))
@@ -101,12 +102,12 @@ def test_a_bias_for_each_window(seen, shape, layout):
     folded = [in_one_batch(x.detach()) for x in (*leaves, bias)]
     args = AttentionArgs(*folded[:3], None, folded[3], None, None, 0.0, False, DIM**-0.5, prepared.launches)
     known = dict(zip(("query", "key", "value", "bias"), (*leaves, bias), strict=True))
-    out, lse = op.launchers("short").forward(args)
+    out, lse = OPS.launchers("short").forward(args)
     by_python = [named(seen[-1], known | {"out": out})]
     dout = torch.randn(BATCH, 4, HEADS, LENGTH, DIM, dtype=torch.float16)
     if layout != "windows follow each other":
         dout = dout.transpose(0, 1).contiguous().transpose(0, 1)
-    gradients = op.launchers("short").backward(args, in_one_batch(dout), None, None, lse, bias_grad=True, packed=None)
+    gradients = OPS.launchers("short").backward(args, in_one_batch(dout), None, None, lse, bias_grad=True, packed=None)
     written = dict(zip(("dquery", "dkey", "dvalue"), gradients[:3], strict=True))
     by_python.append(named(seen[-1], known | written | {"dout": dout}))
     call = (*leaves, bias, 0.0, False, None, False, None, False, "short")
@@ -135,7 +136,7 @@ def test_windows_that_are_copied_stay_with_python(seen):
     problem = describe_attention(*leaves, bias, 0.0, False, None, False, None, False, False, False)
     prepared = Prepared(problem, SHORT, SHORT.name)
     args = AttentionArgs(*map(in_one_batch, leaves), None, bias, None, None, 0.0, False, 0.25, prepared.launches)
-    out, lse = op.launchers("short").forward(args)
+    out, lse = OPS.launchers("short").forward(args)
     call = (*leaves, bias, 0.0, False, 0.25, False, None, False, "short")
     again.offer(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse))
     assert len(native.calls) == 0
@@ -151,7 +152,7 @@ def test_what_stays_with_python(seen):
         problem = describe_attention(*leaves, bias, 0.0, False, None, False, None, False, False, False)
         prepared = Prepared(problem, SHORT, SHORT.name)
         args = AttentionArgs(*leaves, None, bias, None, None, 0.0, False, 0.25, prepared.launches)
-        out, lse = op.launchers("short").forward(args)
+        out, lse = OPS.launchers("short").forward(args)
         before = len(native.calls)
         again.offer(prepared, (*leaves, bias, 0.0, False, 0.25, False, None, False, "short"), (*leaves, bias), args, out, lse)
         assert (len(native.calls) > before) == taken

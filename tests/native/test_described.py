@@ -17,8 +17,9 @@ from saccade import native
 from saccade.engine import prepare
 from saccade.engine.layout import unpack
 from saccade.engine.prepare import Prepared
-from saccade.exact import again, op
+from saccade.exact import again
 from saccade.exact.args import AttentionArgs
+from saccade.exact.op import OPS
 from saccade.exact.problem import describe_attention
 from saccade.exact.ragged import long, long_launchers, sm90
 from saccade.exact.short import backend as short_backend
@@ -128,11 +129,14 @@ def named(launch, tensors: dict[str, torch.Tensor]):
     return kernel, grid, threads, shared, tuple((of(at), *shape) for at, *shape in maps), tuple(of(v) for v in values)
 
 
-def arguments(length: int, lengths: bool, packed: bool, dropout_p: float, kv_heads: int = HEADS):
+def arguments(length: int, lengths: bool, packed: bool, dropout_p: float, kv_heads: int = HEADS, apart: bool = False):
     """The call, the tensors among its arguments by name, and what the kernels are given."""
     torch.manual_seed(1)
     if packed:
-        qkv = torch.randn(BATCH, length, 3, HEADS, 64, dtype=torch.bfloat16, requires_grad=True)
+        qkv = torch.randn(BATCH, length, 3, HEADS, 64, dtype=torch.bfloat16)
+        # query, key and value behind one another, each whole
+        qkv = qkv.permute(2, 0, 1, 3, 4).contiguous().permute(1, 2, 0, 3, 4) if apart else qkv
+        qkv.requires_grad_()
         leaves, split = [qkv], [x.detach() for x in unpack(qkv)]
     else:
         all_heads = (HEADS, kv_heads, kv_heads)
@@ -157,8 +161,9 @@ def check(
     monkeypatch,
     dropout_p: float = 0.0,
     kv_heads: int = HEADS,
+    apart: bool = False,
 ) -> None:
-    call, leaves, given, real = arguments(length, lengths, packed, dropout_p, kv_heads)
+    call, leaves, given, real = arguments(length, lengths, packed, dropout_p, kv_heads, apart)
     split = [given[n] for n in ("query", "key", "value")]
     problem = describe_attention(*split, None, dropout_p, False, None, kv_heads != HEADS, real, False, packed, True)
     prepared = Prepared(problem, chosen, chosen.name)
@@ -167,7 +172,7 @@ def check(
     out, lse = run_forward(args)
     by_python = {"forward": named(seen.pop(), given | {"out": out})}
     dout = torch.randn(BATCH, length, HEADS, 64, dtype=torch.bfloat16).transpose(1, 2)
-    into = torch.empty_like(leaves[0]) if packed else None
+    into = torch.empty(leaves[0].shape, dtype=torch.bfloat16) if packed else None
     gradients = run_backward(args._replace(launches=None), dout, None, out, lse, bias_grad=False, packed=into)[:3]
     names = dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True))
     by_python["backward"] = named(seen.pop(), given | {"out": out, "dout": dout} | names)
@@ -178,7 +183,7 @@ def check(
         assert native.calls.run(*call) is None
         native.calls.checked(real, length)
     # C++ plans backward by calling Python, which then describes its launch
-    monkeypatch.setattr(op, "launchers", lambda asked: SimpleNamespace(backward=run_backward))
+    monkeypatch.setattr(OPS, "launchers", lambda asked: SimpleNamespace(backward=run_backward))
     for _ in range(3):
         made = native.calls.run(*call)
         assert made.stride() == (out.transpose(1, 2) if packed else out).stride()
@@ -190,7 +195,8 @@ def check(
         known = given | {"dout": dout, "out": made} | dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True))
         launched = named(seen.pop(), known)
         assert launched == by_python["backward"]
-        assert [x.stride() for x in found] == [x.stride() for x in leaves]
+        wanted = [into] if packed else leaves
+        assert [x.stride() for x in found] == [x.stride() for x in wanted]
     assert {"dquery", "dkey", "dvalue"} <= {at for at, *_ in launched[4]} | set(launched[5])
     assert not seen
 
@@ -200,6 +206,11 @@ def check(
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2], ids=["all", "dropout"])
 def test_rows_beyond_128_tokens(seen, dropout_p, lengths, packed, monkeypatch):
     check(seen, long.LONG, long_launchers.forward, long_launchers.backward, 197, lengths, packed, monkeypatch, dropout_p)
+
+
+def test_a_packed_tensor_that_is_not_contiguous(seen, monkeypatch):
+    """Its gradient is contiguous, from C++ as from Python, and the kernel writes dk and dv where they lie in that."""
+    check(seen, long.LONG, long_launchers.forward, long_launchers.backward, 197, False, True, monkeypatch, apart=True)
 
 
 @pytest.mark.parametrize("lengths", [False, True], ids=["whole", "lengths"])

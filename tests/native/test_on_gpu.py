@@ -10,11 +10,11 @@ import torch
 import saccade
 from saccade import native
 from saccade.engine import prepare
-from saccade.exact import op
+from saccade.exact.op import OPS
 from saccade.exact.ragged import config
 from saccade.exact.testing.cases import ATTENTION
 from saccade.exact.testing.check import check_attention, public_call
-from saccade.exact.varlen import op as varlen_op
+from saccade.exact.varlen.op import OPS as VARLEN
 from saccade.native.build import Build
 from saccade.testing.baseline import differentiate
 from saccade.testing.cases import Case
@@ -175,9 +175,9 @@ def test_ops_of_compiled_programs(backend, length, given, calls, monkeypatch):
 
     def computed(query, key, value, dout):
         call = (query, key, value, mask, None, lengths, None, 0.0, False, 0.125)
-        out, lse = op._FORWARD(*call, f"auto:{backend}")
+        out, lse = OPS.forward_op(*call, f"auto:{backend}")
         saved = out if backend == "long" else None
-        return [out, *op._BACKWARD(dout, None, saved, lse, *call, False, f"auto:{backend}")[:3]]
+        return [out, *OPS.backward_op(dout, None, saved, lse, *call, False, f"auto:{backend}")[:3]]
 
     batches = [tensors(length) for _ in range(3)]
     eager = []
@@ -190,7 +190,7 @@ def test_ops_of_compiled_programs(backend, length, given, calls, monkeypatch):
     for i, (leaves, (dout, expected)) in enumerate(zip(batches, eager, strict=True)):
         if i == 1:
             assert len(calls) == 2
-            monkeypatch.setattr(op, "launchers", lambda name: pytest.fail("Python makes the call"))
+            monkeypatch.setattr(OPS, "launchers", lambda name: pytest.fail("Python makes the call"))
         for x, y in zip(computed(*[x.detach() for x in leaves], dout), expected, strict=True):
             assert torch.equal(x, y)
             assert x.stride() == y.stride()
@@ -340,8 +340,8 @@ def test_packed_ops_of_compiled_programs(lengths, others, calls, monkeypatch):
 
     def computed(leaves, ends, longest, dout):
         call = (*[x.detach() for x in leaves], ends, ends, None, None, longest, longest, 0.0, 0, 0.125)
-        out, lse = varlen_op._FORWARD(*call, "auto:ragged")
-        return [out, *varlen_op._BACKWARD(dout, None, out, lse, *call, False, "auto:ragged")[:3]]
+        out, lse = VARLEN.forward_op(*call, "auto:ragged")
+        return [out, *VARLEN.backward_op(dout, None, out, lse, *call, False, "auto:ragged")[:3]]
 
     for i, given in enumerate([lengths, *others]):
         leaves, ends, longest = packed_batch(given, 64)
@@ -352,7 +352,7 @@ def test_packed_ops_of_compiled_programs(lengths, others, calls, monkeypatch):
             expected = [out, *torch.autograd.grad(out, leaves, dout)]
         with monkeypatch.context() as patch:
             if i:
-                patch.setattr(varlen_op, "launchers", lambda name: pytest.fail("Python makes the call"))
+                patch.setattr(VARLEN, "launchers", lambda name: pytest.fail("Python makes the call"))
             found = computed(leaves, ends, longest, dout)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     assert len(calls) == 2

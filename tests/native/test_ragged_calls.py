@@ -14,11 +14,13 @@ from recorded_triton import Compiled, number_of, recording
 
 import saccade
 from saccade import native
+from saccade.exact import op_again
 from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import launches
-from saccade.exact.varlen import again, op, op_again
+from saccade.exact.varlen import again
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
+from saccade.exact.varlen.op import OPS
 from saccade.launch import triton as launch_triton
 
 HEADS, DIM = 3, 16
@@ -172,7 +174,7 @@ def test_gradients(seen, lengths, others, kernels):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 def test_ops_of_compiled_programs(seen, lengths, others, kernels, dropout_p, monkeypatch):
     """Forward and backward below autograd: the first batch is Python's, and others of its kind are C++'s."""
-    monkeypatch.setattr(op_again, "_may_offer", lambda *given: True)
+    monkeypatch.setattr(op_again, "may_offer", lambda *given: native.calls is not None)
 
     def computed(given, by_python=False):
         (query, key, value), ends, _, longest, _ = given
@@ -183,9 +185,8 @@ def test_ops_of_compiled_programs(seen, lengths, others, kernels, dropout_p, mon
         if by_python:
             native.calls = None
         try:
-            run_forward, run_backward = (op._forward, op._backward) if by_python else (op._FORWARD, op._BACKWARD)
-            out, lse = run_forward(*call, "ragged")
-            gradients = run_backward(dout, None, out, lse, *call, False, "ragged")
+            out, lse = OPS.forward_op(*call, "ragged")
+            gradients = OPS.backward_op(dout, None, out, lse, *call, False, "ragged")
         finally:
             native.calls = calls
         assert (out.shape, lse.shape) == (query.shape, (HEADS, query.shape[0]))
@@ -201,7 +202,7 @@ def test_ops_of_compiled_programs(seen, lengths, others, kernels, dropout_p, mon
     for other in others:
         given = batch(other)
         with monkeypatch.context() as patch:
-            patch.setattr(op, "launchers", lambda name: pytest.fail("Python makes the call"))
+            patch.setattr(OPS, "launchers", lambda name: pytest.fail("Python makes the call"))
             by_cpp = computed(given)
         by_python = computed(given, by_python=True)
         assert [function for function, *_ in by_cpp] == [number_of(f"{name}_kernel") for name in kernels]
@@ -211,14 +212,14 @@ def test_ops_of_compiled_programs(seen, lengths, others, kernels, dropout_p, mon
 
 
 def test_ops_with_a_bias_stay_with_python(seen, monkeypatch):
-    monkeypatch.setattr(op_again, "_may_offer", lambda *given: True)
+    monkeypatch.setattr(op_again, "may_offer", lambda *given: native.calls is not None)
     (query, key, value), ends, *_ = batch([5, 9, 1])
     bias = torch.randn(HEADS, 9, 9).half()
     call = (query, key, value, ends, ends, bias, None, 9, 9, 0.0, 0, 0.25)
-    out, lse = op._FORWARD(*call, "ragged")
-    op._BACKWARD(torch.randn_like(out), None, out, lse, *call, True, "ragged")
+    out, lse = OPS.forward_op(*call, "ragged")
+    OPS.backward_op(torch.randn_like(out), None, out, lse, *call, True, "ragged")
     plain = (*call[:5], None, *call[6:])
-    op._BACKWARD(torch.randn_like(out), torch.randn_like(lse), out, lse, *plain, False, "ragged")
+    OPS.backward_op(torch.randn_like(out), torch.randn_like(lse), out, lse, *plain, False, "ragged")
     assert len(native.calls) == 0
 
 
@@ -267,7 +268,7 @@ def test_a_call_with_the_log_sum_exp_is_not_described(seen):
 
 
 def test_gradients_by_python_are_those_of_the_call(seen, monkeypatch):
-    made, launchers = [], op.launchers
+    made, launchers = [], OPS.launchers
 
     def spied(name):
         def backward(args, *rest, **options):
@@ -276,7 +277,7 @@ def test_gradients_by_python_are_those_of_the_call(seen, monkeypatch):
 
         return SimpleNamespace(forward=launchers(name).forward, backward=backward)
 
-    monkeypatch.setattr(op, "launchers", spied)
+    monkeypatch.setattr(OPS, "launchers", spied)
     for lengths in ([5, 9, 1], [12, 3, 8]):
         dout = torch.randn(sum(lengths) + 1, HEADS, DIM).half()
         run(seen, batch(lengths, grad=True), dout=dout, is_causal=True, scale=0.3)
@@ -301,7 +302,7 @@ def test_causal_masks_of_two_alignments_are_two_kinds(seen):
     tensors, ends_q, ends_k, longest_q, longest_k = batch([5, 9, 1], [7, 16, 2])
     rest = (longest_q, longest_k, 0.0)
     for count, causal in enumerate((FULL, UPPER_LEFT, BOTTOM_RIGHT), 1):
-        attend(*tensors, ends_q, ends_k, *rest, causal, None, False, None, False, "ragged")
+        attend((*tensors, ends_q, ends_k, *rest, causal, None, False, None, False, "ragged"))
         assert len(native.calls) == count
 
 
@@ -335,7 +336,7 @@ def test_a_capture_is_left_to_python(seen, monkeypatch):
     """In a graph host time does not count, and Python then takes other launches."""
     given = batch([5, 9, 1])
     assert run(seen, given)
-    call = again.call_of(*given[0], *given[1:], 0.0, FULL, None, False, False, "ragged", None)
+    call = again.call_of((*given[0], *given[1:], 0.0, FULL, None, False, None, False, "ragged"), None)
     assert again.made(call) is not None
     monkeypatch.setattr(recorded_triton, "capturing", [1])
     assert again.made(call) is None

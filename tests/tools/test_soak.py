@@ -824,7 +824,7 @@ def test_a_packed_graph_is_captured_with_other_borders_than_those_it_is_replayed
     """So a graph that keeps the borders of its capture is found."""
     borders = []
     attend = varlen_check.attend
-    monkeypatch.setattr(varlen_check, "attend", lambda *given: (borders.append(given[3].tolist()), attend(*given))[1])
+    monkeypatch.setattr(varlen_check, "attend", lambda *given: (borders.append(given[0][3].tolist()), attend(*given))[1])
 
     def capture(call, leaves, allow_unused_input):
         found = call(*leaves)

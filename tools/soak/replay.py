@@ -57,9 +57,7 @@ def captured_packed(
     for x, right in kept:
         x[1:] = right.diff().flip(0).cumsum(0)
     with _nothing_freed():
-        graph: Callable[..., tuple[Tensor, ...]] = torch.cuda.make_graphed_callables(
-            call, _leaves(tensors), allow_unused_input=True
-        )
+        graph: Any = torch.cuda.make_graphed_callables(call, _leaves(tensors), allow_unused_input=True)
     for x, right in kept:
         x.copy_(right)
     # results and gradients lie where the next replay puts its own: a product with 1 takes them elsewhere

@@ -8,6 +8,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from saccade.dynamic_mask import op
+from saccade.dynamic_mask.args import DynamicMaskArgs
 from saccade.dynamic_mask.documents import check_one_row, documents_of
 from saccade.dynamic_mask.gradient import CausalDynamicMask, CausalOptions, DynamicMask
 from saccade.dynamic_mask.prepared import prepare_dynamic_mask
@@ -150,9 +151,9 @@ def dynamic_mask_attention(
     return_lse = check_flag("return_lse", return_lse)
     if cu_seqlens is not None:
         document_ids = documents_of(cu_seqlens, key_scores, document_ids)
-    prepared = prepare_dynamic_mask(
-        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend, sinks, window
-    )  # fmt: skip
+    prepared = prepare_dynamic_mask((
+        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, sinks, window, backend,
+    ))  # fmt: skip
     if lengths is not None:
         lengths = checked_lengths(lengths, prepared.problem.kv_len)
     out, lse, faulty = _attend(query, key, value, key_scores, lengths, document_ids, prepared)
@@ -223,12 +224,12 @@ def _select_and_attend(query, key, value, selection, watched, problem, backend):
     else:
         start, stop = op.intervals(*selection)
     scores = selection[0] if problem.add_scores else None
-    call = (query, key, value, scores, start, stop, problem.most_kept, problem.is_causal, problem.scale, backend)
+    args = DynamicMaskArgs(query, key, value, scores, start, stop, problem.most_kept, problem.is_causal, problem.scale)
     with uncast(query):
         if problem.needs_grad:
-            out, lse = applied(DynamicMask, problem, backend.rpartition(":")[2], *call)
+            out, lse = applied(DynamicMask, problem, backend.rpartition(":")[2], *args, backend)
         else:
-            out, lse = op.forward(*call)
+            out, lse = op.forward(args, backend)
     return out, lse, faulty
 
 

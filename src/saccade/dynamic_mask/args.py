@@ -7,6 +7,42 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from saccade.engine.record import Differentiable, DifferentiableOrNone, Size
+
+
+class DynamicMaskCall(NamedTuple):
+    """The arguments of `dynamic_mask_attention` that a call is prepared by, in the order of `describe_dynamic_mask`, then the backend."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_scores: Tensor
+    keep: int
+    is_causal: bool
+    lengths: Tensor | None
+    document_ids: Tensor | None
+    add_scores: bool
+    scale: float | None
+    enable_gqa: bool
+    sinks: int
+    window: int
+    backend: str
+
+
+class DynamicMaskArgs(NamedTuple):
+    """The record of `dynamic_mask_attention`: what its ops take. start, stop: the interval of positions that keep each key; keep: the most keys that
+    a query keeps."""
+
+    query: Differentiable
+    key: Differentiable
+    value: Differentiable
+    key_scores: DifferentiableOrNone
+    start: Tensor
+    stop: Tensor
+    keep: Size
+    is_causal: bool
+    scale: float
+
 
 class CausalCall(Protocol):
     """A causal call of `dynamic_mask_attention` as a whole; see `DynamicMaskLaunchers.causal`."""

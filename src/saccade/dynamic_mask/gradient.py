@@ -8,39 +8,14 @@ import torch
 from torch import Tensor
 
 from saccade.dynamic_mask import op
+from saccade.dynamic_mask.args import DynamicMaskArgs
 from saccade.engine.calls import uncast
 from saccade.engine.first_order import first_order
+from saccade.engine.gradient import function
 from saccade.engine.ranges import shown_as_ours
 from saccade.engine.saved import save, saved
 from saccade.engine.tracing import eager
 from saccade.launch.aside import FAILURES
-
-
-class Gradients(NamedTuple):
-    """The gradients that `DynamicMask.backward` returns: one field for each argument of its forward, in that order."""
-
-    query: Tensor | None = None
-    key: Tensor | None = None
-    value: Tensor | None = None
-    key_scores: Tensor | None = None
-    start: None = None
-    stop: None = None
-    keep: None = None
-    is_causal: None = None
-    scale: None = None
-    backend: None = None
-
-
-class CausalGradients(NamedTuple):
-    """The gradients that `CausalDynamicMask.backward` returns."""
-
-    query: Tensor | None = None
-    key: Tensor | None = None
-    value: Tensor | None = None
-    key_scores: Tensor | None = None
-    lengths: None = None
-    call: None = None
-    options: None = None
 
 
 class CausalOptions(NamedTuple):
@@ -52,25 +27,19 @@ class CausalOptions(NamedTuple):
     backend: str
 
 
-@shown_as_ours
-class DynamicMask(torch.autograd.Function):
-    """`(out, lse) = dynamic_mask_attention(query, key, value, key_scores)` for keys kept by the positions `start..stop`."""
+def _apply(args: DynamicMaskArgs, backend: str) -> tuple[Tensor, ...]:
+    out, lse = op.forward(args, backend)
+    return out, lse, out, lse
 
-    @staticmethod
-    def forward(ctx, query, key, value, key_scores, start, stop, keep, is_causal, scale, backend):
-        out, lse = op.forward(query, key, value, key_scores, start, stop, keep, is_causal, scale, backend)
-        save(ctx, query, key, value, key_scores, start, stop, out, lse)
-        ctx.numbers = keep, is_causal, scale, backend
-        ctx.set_materialize_grads(False)
-        return out, lse
 
-    @staticmethod
-    @first_order
-    def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        query, key, value, key_scores, start, stop, out, lse = saved(ctx)
-        call = (query, key, value, key_scores, start, stop, *ctx.numbers)
-        dq, dk, dv, dscores = _dynamic_mask_gradients(dout, dlse, out, lse, call)
-        return Gradients(dq, dk, dv, None if key_scores is None else dscores)
+def _apply_backward(args, rows, dout, dlse, saved, wanted, backend) -> tuple[Tensor, ...]:
+    out, lse = saved
+    with uncast(out):  # a user may run backward inside autocast
+        return op.backward(args, dout, dlse, out, lse, backend)
+
+
+# `(out, lse) = dynamic_mask_attention(query, key, value, key_scores)` for keys kept by the positions `start..stop`
+DynamicMask = function("DynamicMask", op.FIELDS, _apply, _apply_backward)
 
 
 @shown_as_ours
@@ -102,21 +71,10 @@ class CausalDynamicMask(torch.autograd.Function):
             except FAILURES:
                 if ":" not in ctx.options.backend:  # a backend requested by its name
                     raise
-        if found is None:
+        if found is None and (dout is not None or dlse is not None):
             _, keep, scale, backend = ctx.options
-            call = (query, key, value, key_scores, *intervals.unbind(0), keep, True, scale, backend)
-            found = _dynamic_mask_gradients(dout, dlse, out, lse, call)
-        dq, dk, dv, dscores = found
-        return CausalGradients(dq, dk, dv, None if key_scores is None else dscores)
-
-
-def _dynamic_mask_gradients(
-    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, call: tuple
-) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key, value and key_scores. call: the arguments of `op.forward`."""
-    if dout is None and dlse is None:
-        return (None,) * 4
-    if dout is None:
-        dout = torch.zeros_like(out)
-    with uncast(out):  # a user may run backward inside autocast
-        return op.backward(dout, dlse, out, lse, *call)
+            start, stop = intervals.unbind(0)
+            args = DynamicMaskArgs(query, key, value, key_scores, start, stop, keep, True, scale)
+            found = _apply_backward(args, None, torch.zeros_like(out) if dout is None else dout, dlse, (out, lse), True, backend)
+        dq, dk, dv, dscores = found or (None,) * 4
+        return dq, dk, dv, None if key_scores is None else dscores, None, None, None

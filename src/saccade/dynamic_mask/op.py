@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.dynamic_mask import flops
-from saccade.dynamic_mask.args import CausalCall, DynamicMaskLaunchers
+from saccade.dynamic_mask.args import CausalCall, DynamicMaskArgs, DynamicMaskLaunchers
 from saccade.dynamic_mask.backends import BACKENDS
 from saccade.dynamic_mask.problem import selection_faults
 from saccade.dynamic_mask.selection import intervals as selection
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.calls import read_later
+from saccade.engine.flops import by_pairs
 from saccade.engine.layout import empty_like_heads, strides_like_heads
 from saccade.engine.namespace import fragment
+from saccade.engine.record import Fields
+from saccade.engine.switch import is_disabled
 from saccade.engine.tracing import eager, register
 from saccade.errors import CompileError
 from saccade.hardware import arch_of
@@ -30,7 +32,8 @@ from saccade.launch.requirements import triton_reasons
 from saccade.native.compiler import no_compiler
 from saccade.nvrtc import give_up
 
-_CALL = "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, SymInt keep, bool is_causal, float scale, str backend"
+FIELDS = Fields(DynamicMaskArgs)
+_CALL = f"{FIELDS.schema()}, str backend"
 
 _library = fragment()
 _library.define(
@@ -109,34 +112,25 @@ def _ranked(family: str, entry: str, *call: Any) -> Any:
 
 def _ranks(key_scores: Tensor) -> str | None:
     """The family that selects on the device of the scores; None where plain torch does."""
+    if is_disabled():
+        return None
     if key_scores.is_cuda:
         return None if triton_reasons("cuda", arch_of(key_scores.device), torch.float32) else "gather"
     return "gather_cpp" if key_scores.device.type == "cpu" and not no_compiler() else None
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_scores: Tensor | None,
-    start: Tensor,
-    stop: Tensor,
-    keep: int,
-    is_causal: bool,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def forward(args: DynamicMaskArgs, backend: str) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
-    plain = eager(query, key, value, key_scores, start, stop) and not query.is_meta
-    call = _forward if plain else _FORWARD
-    return call(query, key, value, key_scores, start, stop, keep, is_causal, scale, backend)
+    plain = eager(*args[: FIELDS.tensors]) and not args.query.is_meta
+    return (_forward if plain else _FORWARD)(*args, backend)
 
 
-def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dscores) for the arguments of `forward`; dscores is empty without scores."""
-    plain = eager(dout, dlse, out, lse, *call[:6]) and not dout.is_meta
-    run = _backward if plain else _BACKWARD
-    return run(dout, dlse, out, lse, *call)
+def backward(
+    args: DynamicMaskArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dscores); dscores is empty without scores."""
+    plain = eager(dout, dlse, out, lse, *args[: FIELDS.tensors]) and not dout.is_meta
+    return (_backward if plain else _BACKWARD)(dout, dlse, out, lse, *args, backend)
 
 
 def _join(alternatives: Alternatives, chain: tuple[str, ...]) -> DynamicMaskLaunchers:
@@ -157,24 +151,23 @@ def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, sinks=
     return start.contiguous(), stop.contiguous()
 
 
-def _new_keys(keep: int, is_causal: bool) -> int:
-    """`max_new_keys` of `DynamicMaskLaunchers`. Causal: only the keys that lie between two queries are new to the later one;
-    otherwise each of two documents has its own set."""
-    return keep if is_causal else 2 * keep
+def _launched(args: DynamicMaskArgs) -> tuple[Any, ...]:
+    """The arguments of launchers. `max_new_keys`: in a causal call only the keys that lie between two queries are new to the later one; otherwise each
+    of two documents has its own set."""
+    return *args[: FIELDS.tensors], args.keep if args.is_causal else 2 * args.keep, args.scale
 
 
-def _forward(query, key, value, key_scores, start, stop, keep, is_causal, scale, backend):
-    new = _new_keys(keep, is_causal)
-    out, lse = launchers(backend).forward(query, key, value, key_scores, start, stop, new, scale)
-    return _like(out, query), lse
+def _forward(*call):
+    args = DynamicMaskArgs(*call[:-1])
+    out, lse = launchers(call[-1]).forward(*_launched(args))
+    return _like(out, args.query), lse
 
 
-def _backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, keep, is_causal, scale, backend):
-    dq, dk, dv, dscores = launchers(backend).backward(
-        dout, dlse, out, lse, query, key, value, key_scores, start, stop, _new_keys(keep, is_causal), scale
-    )
-    dscores = lse.new_empty(0) if key_scores is None else dscores.contiguous()
-    return _like(dq, query), dk.contiguous(), dv.contiguous(), dscores
+def _backward(dout, dlse, out, lse, *call):
+    args = DynamicMaskArgs(*call[:-1])
+    dq, dk, dv, dscores = launchers(call[-1]).backward(dout, dlse, out, lse, *_launched(args))
+    dscores = lse.new_empty(0) if args.key_scores is None else dscores.contiguous()
+    return _like(dq, args.query), dk.contiguous(), dv.contiguous(), dscores
 
 
 def _backward_of_op(*call):
@@ -193,16 +186,23 @@ def _fake_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, s
     return tuple(key_scores.new_empty(key_scores.shape, dtype=torch.int32) for _ in range(2))
 
 
-def _fake_forward(query, key, value, key_scores, start, stop, keep, is_causal, scale, backend):
+def _fake_forward(query, key, value, *call):
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return empty_like_heads(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=dtype)
 
 
-def _fake_backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, keep, is_causal, scale, backend):
+def _fake_backward(dout, dlse, out, lse, query, key, value, key_scores, *call):
     dscores = lse.new_empty(0) if key_scores is None else key_scores.new_empty(key_scores.shape)
     return empty_like_heads(query), key.new_empty(key.shape), value.new_empty(value.shape), dscores
 
 
+def _pairs(args: DynamicMaskArgs) -> int:
+    """Pairs of a query and a key that it keeps; the first queries of a causal mask count like the others, as in torch. Selection ranks and multiplies
+    nothing, so it counts nothing."""
+    batch, heads, q_len, _ = args.query.shape
+    return batch * heads * q_len * min(args.keep, args.key.shape[2])
+
+
 _INTERVALS = register(_library, "dynamic_mask_intervals", _intervals, _fake_intervals)
-_FORWARD = register(_library, "dynamic_mask_forward", _forward, _fake_forward, flops.forward)
-_BACKWARD = register(_library, "dynamic_mask_backward", _backward_of_op, _fake_backward, flops.backward)
+_FORWARD = register(_library, "dynamic_mask_forward", _forward, _fake_forward, by_pairs(FIELDS, _pairs))
+_BACKWARD = register(_library, "dynamic_mask_backward", _backward_of_op, _fake_backward, by_pairs(FIELDS, _pairs, 4))

@@ -1,4 +1,4 @@
-"""Gradients of a reference computed by torch, in the form in which kernels return theirs."""
+"""A reference in the form of a family of kernels: its gradients are computed by torch, and returned as kernels return theirs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from saccade.engine.backend import Launchers
+from saccade.engine.layout import Rows
 
 
 def _recorded() -> contextlib.AbstractContextManager[None]:
@@ -28,3 +31,22 @@ def gradients_by_torch(
         leaves += [bias] if bias_grad and bias is not None else []
         results, directions = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse.to(lse.dtype)])
         return torch.autograd.grad(results, leaves, directions)
+
+
+def reference_launchers(attend: Callable[[Any], tuple[Tensor, Tensor]], rows: Rows) -> Launchers:
+    """The launchers of a reference, which take over if a kernel does not compile. attend: `args -> (out, lse)` in plain torch."""
+
+    def forward(args: Any) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            out, lse = attend(args)
+        return rows.like(args.query, out.shape[-1]).copy_(out), lse.to(torch.float32).contiguous()
+
+    def backward(
+        args: Any, dout: Tensor, dlse: Tensor | None, out: Tensor | None, lse: Tensor, *, bias_grad: bool, packed: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        found = gradients_by_torch(args, attend, dout, dlse, bias_grad)
+        into = [rows.like(x) for x in args[:3]] if packed is None else rows.unpack(packed)
+        dq, dk, dv = (to.copy_(gradient) for to, gradient in zip(into, found, strict=False))
+        return dq, dk, dv, found[3] if bias_grad else None
+
+    return Launchers(forward, backward)

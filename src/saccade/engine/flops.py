@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from saccade.engine.record import Fields
+
 _COUNTER = "torch.utils.flop_counter"
 _FORMULAS: dict[Any, Callable[..., int]] = {}
 
@@ -43,6 +45,26 @@ def pairs_of(query: Tensor, key: Tensor) -> int:
     """Pairs of a query and a key in `[B, H, Tq, D]` and `[B, Hkv, Tk, D]`. What a mask hides counts, as in torch."""
     batch, heads, q_len, _ = query.shape
     return batch * heads * q_len * key.shape[2]
+
+
+def by_pairs(
+    fields: Fields, pairs: Callable[[Any], int], before: int = 0, unpack: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+) -> Callable[..., int]:
+    """The formula of an op that takes the fields of a record: of forward, or of backward if it takes `before` tensors first.
+
+    pairs: of a query and a key, for the record of a call. unpack: query, key and value of a first argument that holds all three.
+    """
+    names = ("qkv", *fields.names[3:]) if unpack else fields.names
+    found = backward_flops if before else forward_flops
+
+    def formula(*given: Any, out_val: Any = None, **named: Any) -> int:
+        call = dict(zip(names, given[before:], strict=False)) | {name: named[name] for name in names if name in named}
+        if unpack is not None:
+            call |= dict(zip(fields.names[:3], unpack(call.pop("qkv")), strict=True))
+        args = fields.record(**call)
+        return found(pairs(args), args.query.shape[-1], args.value.shape[-1])
+
+    return formula
 
 
 def _hand_over(counter: ModuleType) -> None:

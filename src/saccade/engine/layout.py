@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -74,3 +77,25 @@ def on_16_bytes(tensor: Tensor) -> Tensor:
 def shares_memory(tensor: Tensor) -> bool:
     """Whether elements of an expanded tensor are one in memory; hooks of saved tensors could not bring it back so."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+class Rows(NamedTuple):
+    """How an operation's query, key and value lie.
+
+    unpack: query, key and value as views of one packed tensor. like: a new dense tensor with the shape of one of them, and perhaps another last
+    dim. lse: the shape of the log-sum-exp for a query.
+    """
+
+    unpack: Callable[[Tensor], tuple[Tensor, ...]]
+    like: Callable[..., Tensor]
+    lse: Callable[[Tensor], tuple[int, ...]]
+
+
+def _like_tokens(tensor: Tensor, last_dim: int | None = None) -> Tensor:
+    shape = tensor.shape if last_dim is None else (*tensor.shape[:-1], last_dim)
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+# [B, H, T, D] and [B, T, 3, H, D]; [T, H, D] and [T, 3, H, D]
+HEADS = Rows(unpack, empty_like_heads, lambda query: tuple(query.shape[:3]))
+TOKENS = Rows(lambda qkv: qkv.unbind(1), _like_tokens, lambda query: (query.shape[1], query.shape[0]))

@@ -8,7 +8,7 @@ numbers and whether a gradient is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from saccade import native
 from saccade.engine.arguments import untraced
 from saccade.engine.backend import Backend
 from saccade.engine.dispatch import choose
+from saccade.engine.record import annotated
 from saccade.launch.cache import LaunchCache
 
 _PREPARED: dict[Hashable, Prepared] = {}
@@ -39,15 +40,50 @@ class Prepared:
         self.launches, self.offered = LaunchCache(), False
 
 
-def remembered(signature: Hashable) -> Prepared | None:
-    """The prepared call of a signature.
+class Part(NamedTuple):
+    """A mark: what of a tensor a signature holds, as an expression. `@` stands for the tensor."""
 
-    The wings make the signature and call this inline: one function for both, with the signature as a closure, takes 0.5 us longer.
+    text: str
 
-    Raises:
-        TypeError: the signature holds something without a hash, which is no plain number.
+
+WHOLE = Part("type(@), @.shape, @.stride(), @.dtype, @.device")
+# with where it begins, of which some kernels ask for 16 bytes
+WITH_START = Part(f"{WHOLE.text}, @.storage_offset() * @.element_size() % 16")
+# of packed tokens and of their offsets, whose number changes from batch to batch
+TOKENS = Part("type(@), @.shape[1:], @.dtype, @.device")
+OFFSETS = Part("type(@), @.dtype, @.device, @.stride()")
+
+
+def signature(operation: str, record: Any, *relations: str) -> Callable[..., tuple]:
+    """A function that makes the signature of a public call of its arguments, in the order of the record, and of whatever else counts.
+
+    It is compiled from text, as the constructor of a NamedTuple is: a loop over the fields would take longer than the rest of a call.
+
+    relations: expressions of the fields that belong to the signature too.
     """
-    return _PREPARED.get(signature)
+    parts = [repr(operation)]
+    for name, kind, marks in annotated(record):
+        if kind is Tensor:
+            part = next((mark for mark in marks if isinstance(mark, Part)), WHOLE)
+            parts.append(part.text.replace("@", name))
+        elif kind == Tensor | None:
+            parts.append(f"None if {name} is None else metadata({name})")
+        else:  # 1, 1.0 and True are equal, and not the same number
+            parts.append(name if kind in (bool, str) else f"{name}, type({name})")
+    text = f"lambda {', '.join(record._fields)}, *others: ({', '.join([*parts, *relations, 'others'])})"
+    return eval(text, {"metadata": metadata})
+
+
+def remembered(make: Callable[..., tuple], call: tuple, *others: Hashable) -> tuple[Hashable | None, Prepared | None]:
+    """(signature, prepared call) of a public call. No signature if the call is traced, or if an argument is of the wrong kind: describing the call says
+    which."""
+    if traced():
+        return None, None
+    try:
+        found = make(*call, *others)
+        return found, _PREPARED.get(found)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return None, None
 
 
 def prepare(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.engine.record import annotated
 from saccade.errors import InvalidArgument
 
 
@@ -99,6 +100,31 @@ def on_shards(
         for part, dims, shape in zip(results, outputs, shapes, strict=False)
     ]  # fmt: skip
     return tuple(placed) if isinstance(found, tuple) else placed[0]
+
+
+# of each argument of a public call its dims, a function that finds them, or None for what is no tensor
+Placed = tuple[tuple[str, Dims | Callable[[Any], Dims] | None], ...]
+
+
+def placed(record: Any) -> Placed:
+    """What the record of a public call declares; read once, as no compiler traces it."""
+    return tuple(
+        (name, next((mark for mark in marks if isinstance(mark, Dims) or mark is scores_dims), None))
+        for name, _, marks in annotated(record)
+    )
+
+
+def call_on_shards(
+    function: Callable[..., Any], declared: Placed, call: Any, outputs: tuple[Dims, ...], shapes: tuple[tuple[int, ...], ...]
+) -> Any:
+    """`on_shards` of a public call, a tuple in the order of its record. declared: `placed` of the record."""
+    tensors, options = {}, {}
+    for (name, dims), given in zip(declared, call, strict=True):
+        if dims is None:
+            options[name] = given
+        else:
+            tensors[name] = given, dims if isinstance(dims, Dims) else dims(given)
+    return on_shards(function, tensors, options, outputs, shapes)
 
 
 def _roles(first: str, given: tuple[Any, Dims]) -> _Roles:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,13 +9,13 @@ from torch import Tensor
 
 from saccade import native
 from saccade.engine import prepare
-from saccade.engine.layout import shares_memory, strides_like_heads, unpack
+from saccade.engine.layout import shares_memory, strides_like_heads
 from saccade.engine.prepare import Prepared
 from saccade.engine.problem import made_again
-from saccade.exact import op
 from saccade.exact.args import AttentionArgs
+from saccade.exact.op import OPS
 from saccade.exact.problem import by_window, in_one_batch
-from saccade.native.described import Place
+from saccade.exact.slots import Backward, slots, third_of
 
 
 def offer(
@@ -67,7 +66,10 @@ def _offer_ours(
     expanded = mask if args.mask is not None and args.mask is not inputs[mask] else -1
     taken = [x for x in (args.mask, args.bias, args.lengths) if x is not None]
     inputs, given = (*inputs[: len(inputs) - len(taken)], *taken), inputs
-    forward = chosen.describe_launches(args, _forward_places(inputs, args, packed))
+    added = [name for name in ("mask", "bias", "lengths") if getattr(args, name) is not None]
+    names = (*(("qkv",) if packed else ("query", "key", "value")), *added)
+    places = slots((*names, "out", "lse", *["seed"] * drops), third_of(inputs[0]) if packed else 0)
+    forward = chosen.describe_launches(args, out, lse, places)
     if forward is None:
         return
     empty = [_like(x, packed) for x in (inputs[:1] if packed else args[:3])] if problem.needs_grad else []
@@ -77,7 +79,14 @@ def _offer_ours(
         empty = [by_window(problem, x) for x in empty[:3]] + [x.view(given[3].shape) for x in empty[3:]]
     lengths = -1 if args.lengths is None else len(inputs) - 1
     form = (packed, chosen.saves_output, drops, lengths, problem.kv_len, wide, expanded)
-    backward = _backward_by_python(prepared, native.calls.key(call), args, packed)
+    numbers = {
+        "dropout_p": problem.dropout_p,
+        "is_causal": problem.is_causal,
+        "scale": problem.scale,
+        "launches": prepared.launches,
+    }
+    folds = (_in_one_batch, lambda rows: tuple([by_window(problem, x) for x in rows])) if problem.windows else (dict, tuple)
+    backward = Backward(OPS, prepared, native.calls.key(call), names, drops, numbers, (), *folds)
     native.calls.remember(call, out.transpose(1, 2) if packed else out, lse, forward, empty, backward, form)
 
 
@@ -88,76 +97,7 @@ def _like(tensor: Tensor, packed: bool) -> Tensor:
     return torch.empty_strided(tensor.shape, strides_like_heads(tensor), dtype=tensor.dtype, device="meta")
 
 
-def _places(inputs: tuple[Tensor, ...], args: AttentionArgs, packed: bool) -> dict[str, Place]:
-    """The places of the inputs of a call."""
-    if packed:
-        found = _thirds(0, inputs[0], ("query", "key", "value"))
-    else:
-        found = {name: (i, 0) for i, name in enumerate(("query", "key", "value"))}
-    names = [name for name, x in (("mask", args.mask), ("bias", args.bias), ("lengths", args.lengths)) if x is not None]
-    return found | {name: (len(inputs) - len(names) + i, 0) for i, name in enumerate(names)}
-
-
-def _thirds(slot: int, packed: Tensor, names: tuple[str, ...]) -> dict[str, Place]:
-    """The three tensors in a packed one."""
-    return {name: (slot, i * packed.stride(2) * packed.element_size()) for i, name in enumerate(names)}
-
-
-def _behind(first: int, *names: str) -> dict[str, Place]:
-    return {name: (first + i, 0) for i, name in enumerate(names)}
-
-
-def _forward_places(inputs: tuple[Tensor, ...], args: AttentionArgs, packed: bool) -> dict[str, Place]:
-    """Where C++ puts the tensors of a forward call."""
-    return _places(inputs, args, packed) | _behind(len(inputs), "out", "lse", *["seed"] * (args.seed is not None))
-
-
-def _backward_places(
-    inputs: tuple[Tensor, ...], args: AttentionArgs, saves_out: bool, packed: bool, bias_grad: bool
-) -> dict[str, Place]:
-    """Where C++ puts the tensors of a backward call; pieces of scratch memory begin at "scratch"."""
-    names = ["lse", "dout", *["out"] * saves_out, *["seed"] * (args.seed is not None)]
-    found = _places(inputs, args, packed) | _behind(len(inputs), *names)
-    first, gradients = len(inputs) + len(names), ("dquery", "dkey", "dvalue")
-    behind = (*["dbias"] * bias_grad, "scratch")
-    if packed:
-        return found | _thirds(first, torch.empty_like(inputs[0], device="meta"), gradients) | _behind(first + 1, *behind)
-    return found | _behind(first, *gradients, *behind)
-
-
-def _backward_by_python(prepared: Prepared, key: Any, made: AttentionArgs, packed: bool) -> Callable[..., tuple[Tensor, ...]]:
-    """What C++ calls for an incoming gradient with a layout not seen before: computes the gradients, and describes the launch for
-    later calls. made: the arguments of the forward call."""
-    problem, launches, chosen = prepared.problem, prepared.launches, prepared.backend
-    has_mask, has_bias = made.mask is not None, made.bias is not None
-    has_lengths, has_seed = made.lengths is not None, made.seed is not None
-    count = (1 if packed else 3) + has_mask + has_bias + has_lengths
-
-    def backward(*tensors: Tensor) -> tuple[Tensor, ...]:
-        inputs, (lse, dout, *others) = tensors[:count], tensors[count:]
-        out = others[0] if chosen.saves_output else None
-        query, key_, value = unpack(inputs[0]) if packed else inputs[:3]
-        added = inputs[count - 1 - has_lengths]  # a mask or a bias, if there is one
-        folded = dout
-        if problem.windows:
-            query, key_, value, added, folded = map(in_one_batch, (query, key_, value, added, dout))
-            lse = lse.flatten(0, 1)
-        args = AttentionArgs(
-            query, key_, value, added if has_mask else None, added if has_bias else None, inputs[-1] if has_lengths else None,
-            others[-1] if has_seed else None, problem.dropout_p, problem.is_causal, problem.scale, launches,
-        )  # fmt: skip
-        into = torch.empty_like(inputs[0]) if packed else None
-        with torch.no_grad():
-            dq, dk, dv, dbias = op.launchers(prepared.asked).backward(
-                args, folded, None, out, lse, bias_grad=problem.bias_grad, packed=into
-            )
-        places = _backward_places(inputs, args, chosen.saves_output, packed, problem.bias_grad)
-        planned = chosen.describe_backward and chosen.describe_backward(args, folded, out, lse, packed, places)
-        if planned is not None and native.calls is not None and folded.data_ptr() == dout.data_ptr():
-            native.calls.remember_backward(key, dout, *planned)
-        if problem.windows:
-            dq, dk, dv = (by_window(problem, x) for x in (dq, dk, dv))
-            dbias = None if dbias is None else dbias.view(inputs[3].shape)
-        return tuple([x for x in ((into, dbias) if into is not None else (dq, dk, dv, dbias)) if x is not None])
-
-    return backward
+def _in_one_batch(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of images and windows as kernels take them."""
+    folded = {name: in_one_batch(x) for name, x in tensors.items() if name in ("query", "key", "value", "mask", "bias", "dout")}
+    return tensors | folded | {"lse": tensors["lse"].flatten(0, 1)}

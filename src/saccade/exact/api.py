@@ -20,18 +20,20 @@ from saccade.engine.kinds import check_kinds
 from saccade.engine.layout import unpack
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.prepare import Prepared, traced
-from saccade.engine.sharded import BATCH, BHTD, Dims, is_dtensor, on_shards, scores_dims
+from saccade.engine.sharded import BHTD, Dims, call_on_shards, is_dtensor, placed
 from saccade.errors import InvalidArgument
 from saccade.exact.again import offer
-from saccade.exact.args import AttentionArgs
+from saccade.exact.args import AttentionArgs, AttentionCall, PackedCall
 from saccade.exact.backends import BACKENDS
 from saccade.exact.causal_bias import checked_unbiased, is_causal_bias
 from saccade.exact.cpu import on_a_cpu
-from saccade.exact.gradient import Attention, AttentionPacked
-from saccade.exact.op import forward
+from saccade.exact.op import OPS
 from saccade.exact.prepared import prepare_attention
 from saccade.exact.problem import broadcast, by_window, check_packed, describe_attention, in_one_batch, must_broadcast
 from saccade.exact.varlen.nested import attention_nested
+
+_PLACED = placed(AttentionCall)
+_PACKED_PLACED = placed(PackedCall)
 
 
 # for type checkers, by what `return_lse` says: one tensor, or two
@@ -135,45 +137,36 @@ def attention(
             return found
     if is_causal_bias(attn_mask):
         attn_mask, is_causal = checked_unbiased(attn_mask, is_causal, query, key)
-        return attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths=lengths, return_lse=return_lse,
-            backend=backend,
-        )  # fmt: skip
+        return attention(**AttentionCall(*call)._replace(attn_mask=attn_mask, is_causal=is_causal)._asdict())
     if type(query) is not Tensor and is_dtensor(query):
-        return _attention_on_shards(*call)
+        return _attention_on_shards(call)
     if isinstance(query, Tensor) and query.is_nested:
-        return attention_nested(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, backend
-        )
+        return attention_nested(*call)
     # `is False` and not a truth test: a value that is no flag is refused when the call is described
     if return_lse is False and type(backend) is str and backend == "auto" and enable_gqa is False:
         found = on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale, lengths)
         if found is not None:
             return found
     query, key, value = autocast(query, key, value)
-    prepared = prepare_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, backend
-    )
+    given = (query, key, value, *call[3:])
+    prepared = prepare_attention(given, False)
     if prepared is None:
         query, key, value = broadcast(query, key, value, enable_gqa)
-        return attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths=lengths, return_lse=return_lse,
-            backend=backend,
-        )  # fmt: skip
+        return attention(**AttentionCall(*call)._replace(query=query, key=key, value=value)._asdict())
     args = _args_of(prepared, query, key, value, attn_mask, lengths)
     problem, chosen = prepared.problem, prepared.backend
     if chosen.attend is not None:
         with uncast(query):
             out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = applied(Attention, problem, chosen.name, *args, prepared.asked, chosen.saves_output)
+        out, lse = applied(OPS.separate, problem, chosen.name, *args, prepared.asked, chosen.saves_output)
     else:
-        out, lse = forward(args, prepared.asked)
+        out, lse = OPS.forward(args, prepared.asked)
     if problem.windows:
         out, lse = by_window(problem, out), None if lse is None else by_window(problem, lse)
     if query.is_cuda and not prepared.offered and not traced():
-        given = (query, key, value, attn_mask, lengths)
-        offer(prepared, call, tuple([x for x in given if x is not None]), args, out, lse)
+        tensors = (query, key, value, attn_mask, lengths)
+        offer(prepared, call, tuple([x for x in tensors if x is not None]), args, out, lse)
     return (out, lse) if problem.return_lse and lse is not None else out
 
 
@@ -265,17 +258,13 @@ def attention_qkvpacked(
             return found
     check_packed(qkv)
     if type(qkv) is not Tensor and is_dtensor(qkv):
-        return _packed_on_shards(*call)
+        return _packed_on_shards(call)
     if is_causal_bias(attn_mask):
         attn_mask, is_causal = checked_unbiased(attn_mask, is_causal, qkv[:, :, 0, 0], qkv[:, :, 0, 0])
-        return attention_qkvpacked(
-            qkv, attn_mask, dropout_p, is_causal, scale, lengths=lengths, return_lse=return_lse, backend=backend
-        )
+        return attention_qkvpacked(**PackedCall(*call)._replace(attn_mask=attn_mask, is_causal=is_causal)._asdict())
     (qkv,) = autocast(qkv)
     query, key, value = unpack(qkv)
-    prepared = prepare_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, False, lengths, return_lse, True, backend
-    )
+    prepared = prepare_attention((query, key, value, *call[1:5], False, *call[5:]), True)
     assert prepared is not None, "query, key and value of one packed tensor have one shape"
     args = _args_of(prepared, query, key, value, attn_mask, lengths)
     problem, chosen = prepared.problem, prepared.backend
@@ -283,40 +272,30 @@ def attention_qkvpacked(
         with uncast(query):
             out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = applied(AttentionPacked, problem, chosen.name, qkv, *args[3:], prepared.asked, chosen.saves_output)
+        out, lse = applied(OPS.packed, problem, chosen.name, qkv, *args[3:], prepared.asked, chosen.saves_output)
     else:
-        out, lse = forward(args, prepared.asked)
+        out, lse = OPS.forward(args, prepared.asked)
     if qkv.is_cuda and not prepared.offered and not traced():
         offer(prepared, call, tuple([x for x in (qkv, attn_mask, lengths) if x is not None]), args, out, lse)
     out = out.transpose(1, 2)
     return (out, lse) if problem.return_lse and lse is not None else out
 
 
-def _attention_on_shards(
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, backend
-) -> Tensor | tuple[Tensor, Tensor]:
+def _attention_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of DTensors."""
+    query, key, value = call[:3]
     check_tensors(query, key, value)
     if not query.dim() == key.dim() == value.dim() == 4:
         raise InvalidArgument(f"query has shape {list(query.shape)}; a DTensor must be [B, H, T, D], as key and value")
-    tensors = {"query": (query, BHTD), "key": (key, BHTD), "value": (value, BHTD)}
-    tensors |= {"attn_mask": (attn_mask, scores_dims(attn_mask)), "lengths": (lengths, BATCH)}
-    options = {
-        "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse,
-        "backend": backend,
-    }  # fmt: skip
-    return on_shards(attention, tensors, options, (BHTD, BHTD), ((*query.shape[:3], value.shape[3]), query.shape[:3]))
+    shapes = (*query.shape[:3], value.shape[3]), query.shape[:3]
+    return call_on_shards(attention, _PLACED, call, (BHTD, BHTD), shapes)
 
 
-def _packed_on_shards(
-    qkv, attn_mask, dropout_p, is_causal, scale, lengths, return_lse, backend
-) -> Tensor | tuple[Tensor, Tensor]:
+def _packed_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:
     """`attention_qkvpacked` of DTensors."""
-    tensors = {"qkv": (qkv, Dims(0, 3)), "attn_mask": (attn_mask, scores_dims(attn_mask)), "lengths": (lengths, BATCH)}
-    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "return_lse": return_lse, "backend": backend}
-    batch, tokens, _, heads, dim = qkv.shape
+    batch, tokens, _, heads, dim = call[0].shape
     shapes = (batch, tokens, heads, dim), (batch, heads, tokens)
-    return on_shards(attention_qkvpacked, tensors, options, (Dims(0, 2), BHTD), shapes)
+    return call_on_shards(attention_qkvpacked, _PACKED_PLACED, call, (Dims(0, 2), BHTD), shapes)
 
 
 def explain(

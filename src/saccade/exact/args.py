@@ -1,13 +1,43 @@
-"""The arguments that every backend of `attention` is given."""
+"""The record of `attention`: the arguments that every backend is given, declared once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from saccade.engine.record import BACKWARD_TOO, Differentiable, DifferentiableOrNone
+from saccade.engine.sharded import BATCH, BHTD, Dims, scores_dims
 from saccade.launch.cache import LaunchCache
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of the public function, in its order. The function itself makes a plain tuple of them, which takes less time."""
+
+    query: Annotated[Tensor, BHTD]
+    key: Annotated[Tensor, BHTD]
+    value: Annotated[Tensor, BHTD]
+    attn_mask: Annotated[Tensor | None, scores_dims]
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    lengths: Annotated[Tensor | None, BATCH]
+    return_lse: bool
+    backend: str
+
+
+class PackedCall(NamedTuple):
+    """The same of `attention_qkvpacked`."""
+
+    qkv: Annotated[Tensor, Dims(0, 3)]
+    attn_mask: Annotated[Tensor | None, scores_dims]
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    lengths: Annotated[Tensor | None, BATCH]
+    return_lse: bool
+    backend: str
 
 
 class AttentionArgs(NamedTuple):
@@ -20,17 +50,17 @@ class AttentionArgs(NamedTuple):
         was not prepared.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Differentiable
+    key: Differentiable
+    value: Differentiable
     mask: Tensor | None
-    bias: Tensor | None
+    bias: DifferentiableOrNone
     lengths: Tensor | None
     seed: Tensor | None
     dropout_p: float
     is_causal: bool
     scale: float
-    launches: LaunchCache | None = None
+    launches: Annotated[LaunchCache | None, BACKWARD_TOO] = None
 
 
 def windows_of(bias: Tensor | None, batch: int) -> int:
@@ -45,15 +75,3 @@ def repeated(bias: Tensor, batch: int) -> Tensor:
     """The same with a row for each batch row, for what knows no windows: a bias of windows is copied for each image."""
     windows = windows_of(bias, batch)
     return bias.repeat(batch // windows, 1, 1, 1) if windows else bias
-
-
-class Launchers(NamedTuple):
-    """The entry points of a family of kernels that computes its own gradients.
-
-    forward:  `AttentionArgs -> (out, lse)`
-    backward: `(AttentionArgs, dout, dlse | None, out | None, lse, *, bias_grad, packed) -> (dq, dk, dv, dbias | None)`; dq, dk
-              and dv are written into views of `packed`, an empty `[B, S, 3, H, D]`, where one is given.
-    """
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]

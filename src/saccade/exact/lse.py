@@ -16,12 +16,11 @@ from torch import Tensor
 
 from saccade.engine.calls import uncast
 from saccade.engine.first_order import first_order
-from saccade.engine.flops import count_by
+from saccade.engine.flops import backward_flops, count_by, pairs_of
 from saccade.engine.namespace import NAMESPACE, fragment, packet
 from saccade.engine.ranges import shown_as_ours
 from saccade.engine.saved import save, saved
 from saccade.engine.tracing import eager
-from saccade.exact import flops
 
 _HIDDEN = float("-inf")
 # scores that a thread holds at once (1 MiB of float32): the fastest of 2**16 to 2**20 at 512 and 2,048 keys
@@ -172,5 +171,8 @@ def _fake_backward(dout, dlse, query, key, value, added, lse, is_causal, scale, 
 
 _library.impl("lse_backward", _backward, "CPU")
 torch.library.register_fake(f"{NAMESPACE}::lse_backward", _fake_backward, lib=_library)
-count_by(packet("lse_backward"), flops.lse_backward)
+count_by(
+    packet("lse_backward"),
+    lambda dout, dlse, query, key, value, *_, **named: backward_flops(pairs_of(query, key), query.shape[3], value.shape[3]),
+)
 _OP = packet("lse_backward").default

@@ -1,6 +1,9 @@
-"""Calls of the ops of `attention` that C++ makes again (`saccade.native`), as compiled programs make them: below autograd, thousands of times."""
+"""Calls of ops that C++ replays (`saccade.native`), as compiled programs make them: below autograd, thousands of times."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,71 +11,65 @@ from torch import Tensor
 from saccade import native
 from saccade.engine import prepare
 from saccade.engine.backend import Backend
-from saccade.exact.args import AttentionArgs
 from saccade.launch.aside import failure_of
-from saccade.launch.cache import LaunchCache
-from saccade.native.described import Described, Place
+from saccade.native.described import Place, Planned
 
-_FORWARD = ("query", "key", "value", "mask", "bias", "lengths", "seed")
-_BACKWARD = ("dout", "dlse", "out", "lse", *_FORWARD)
 # keys of calls that C++ cannot make
 _REFUSED: set[tuple] = set()
 
 
-def made(call: tuple) -> tuple[Tensor, ...] | None:
+class Replayed(NamedTuple):
+    """How C++ looks up the calls of an op, and what it is told of one.
+
+    call: the arguments of the op -> the call as C++ takes it, or None if C++ never replays such a call. names: of the items of a call, in its order.
+    results: names of the results, and of scratch memory. layouts: of the results of a call, from which C++ allocates those of another.
+    """
+
+    call: Callable[[tuple], tuple | None]
+    names: tuple[str, ...]
+    results: tuple[str, ...]
+    layouts: Callable[[tuple[Tensor, ...]], list]
+
+    def places(self, call: tuple) -> dict[str, Place]:
+        """Where C++ has the tensors of a call and of its results."""
+        given = [name for name, x in zip(self.names, call, strict=False) if isinstance(x, Tensor)]
+        return {name: (slot, 0) for slot, name in enumerate((*given, *self.results))}
+
+
+def same_layouts(results: tuple[Tensor, ...]) -> list:
+    """Results of a call that differs from this one only in its data."""
+    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in results]
+
+
+def made(call: tuple | None) -> tuple[Tensor, ...] | None:
     """The results of a call that C++ knows."""
-    return None if native.calls is None else native.calls.compute(*call)
+    return None if native.calls is None or call is None else native.calls.compute(*call)
 
 
-def launches_for(call: tuple) -> LaunchCache | None:
-    """Where launchers note what they work out for a call that is to be described; None where they keep it for themselves."""
-    query = call[0]
+def may_offer(call: tuple, query: Tensor) -> bool:
+    """Whether the launches of a call that Python makes are to be described: not while a graph is captured, nor what was refused."""
     if not query.is_cuda or torch.cuda.is_current_stream_capturing():
-        return None
+        return False
     if native.calls is None:
         native.start(prepare.forget)
-        return None
-    return None if native.calls.key(call) in _REFUSED else LaunchCache()
+        return False
+    return native.calls.key(call) not in _REFUSED
 
 
-def offer_forward(chosen: Backend, call: tuple, args: AttentionArgs, results: tuple[Tensor, Tensor]) -> None:
-    """Describe a forward call that Python has made; args.launches from `launches_for`."""
-    launches = None
-    if chosen.describe_launches is not None and _ran(chosen, args):
-        launches = chosen.describe_launches(args, _places(_FORWARD, call, "out", "lse"))
-    _remember(call, args, results, launches, ())
-
-
-def offer_backward(chosen: Backend, call: tuple, args: AttentionArgs, results: tuple[Tensor, ...]) -> None:
-    """Describe a backward call that Python has made; args.launches from `launches_for`."""
-    (dout, dlse, out, lse), (bias_grad, _, _) = call[:4], call[-3:]
-    planned = None
-    if chosen.describe_backward is not None and dlse is None and not bias_grad and _ran(chosen, args):
-        places = _places(_BACKWARD, call, "dquery", "dkey", "dvalue", "none", "scratch")
-        planned = chosen.describe_backward(args, dout, out, lse, False, places)
-    _remember(call, args, results, planned and planned.launches, planned and planned.scratch)
-
-
-def _ran(chosen: Backend, args: AttentionArgs) -> bool:
-    """Whether the launchers ran this backend, and the call is to be described."""
-    shapes = tuple(args.query.shape), tuple(args.key.shape)
-    return args.launches is not None and failure_of((chosen.operation, chosen.name, *shapes, args.query.dtype)) is None
-
-
-def _places(names: tuple[str, ...], call: tuple, *behind: str) -> dict[str, Place]:
-    given = [name for name, x in zip(names, call, strict=False) if x is not None]
-    return {name: (slot, 0) for slot, name in enumerate((*given, *behind))}
-
-
-def _remember(
-    call: tuple, args: AttentionArgs, results: tuple[Tensor, ...], launches: list[Described] | None, scratch: tuple[int, ...] | None
-) -> None:  # fmt: skip
-    if args.launches is None:
+def offer(
+    replayed: Replayed, call: tuple, results: tuple[Tensor, ...], chosen: Backend, args: Any, planned: Planned | None
+) -> None:
+    """Describe a call that Python has made; planned: its launches, None if C++ cannot make them."""
+    if planned is not None:
+        limits = () if chosen.limits is None else chosen.limits(args)
+        layouts = replayed.layouts(results)
+        native.calls.remember_op(call, layouts, planned.launches, planned.scratch, planned.per_query, limits)
         return
-    if launches is None:
-        if len(_REFUSED) >= 4096:  # only a stream of ever new shapes gets here
-            _REFUSED.clear()
-        _REFUSED.add(native.calls.key(call))
-        return
-    empty = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in results]
-    native.calls.remember_op(call, empty, launches, scratch, (), ())
+    if len(_REFUSED) >= 4096:  # only a stream of ever new shapes gets here
+        _REFUSED.clear()
+    _REFUSED.add(native.calls.key(call))
+
+
+def ran(chosen: Backend, query: Any, key: Any) -> bool:
+    """Whether the launchers ran this backend, and no other in its place."""
+    return failure_of((chosen.operation, chosen.name, tuple(query.shape), tuple(key.shape), query.dtype)) is None

@@ -372,10 +372,9 @@ def _packed_attention(
 ) -> Tensor:
     tokens, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     ends_q, ends_k = (x.to(torch.int32) for x in ends)
-    found = attend_packed(
-        tokens, keys, values, ends_q, ends_q if ends[1] is ends[0] else ends_k, int(longest[0]), int(longest[1]), dropout,
-        BOTTOM_RIGHT if causal else FULL, scaling, query.shape[1] != key.shape[1], None, False, backend,
-    )  # fmt: skip
+    ends_k = ends_q if ends[1] is ends[0] else ends_k
+    options = BOTTOM_RIGHT if causal else FULL, scaling, query.shape[1] != key.shape[1], None, False, backend
+    found = attend_packed((tokens, keys, values, ends_q, ends_k, int(longest[0]), int(longest[1]), dropout, *options))
     assert isinstance(found, Tensor), "the log-sum-exp was not asked for"
     return found.unflatten(0, (query.shape[0], query.shape[2]))
 

@@ -15,6 +15,11 @@ def places_of(places: dict[str, Place], *names: str) -> tuple[Place, ...]:
     return tuple([places[name] for name in names if name in places])
 
 
+def in_one_tensor(places: dict[str, Place]) -> bool:
+    """Whether the gradients of query, key and value are views of one tensor."""
+    return places["dquery"][0] == places["dkey"][0]
+
+
 class Free(NamedTuple):
     """A number of a ragged call that changes from batch to batch, in place of a number: tokens of q and of k, sequences, the longest of q and of k,
     16 times the sequences."""

@@ -11,12 +11,13 @@ from saccade.engine.arguments import check_tensors
 from saccade.engine.calls import autocast, draw_seed, split_mask, uncast
 from saccade.engine.first_order import applied
 from saccade.engine.lengths import checked_lengths
-from saccade.engine.sharded import BATCH, BHTD, is_dtensor, on_shards, scores_dims
-from saccade.nm_sparse.args import NMSparseArgs
+from saccade.engine.sharded import BHTD, call_on_shards, is_dtensor, placed
+from saccade.nm_sparse.args import NMSparseArgs, NMSparseCall
 from saccade.nm_sparse.bits import keeps_selection
-from saccade.nm_sparse.gradient import NMSparse
-from saccade.nm_sparse.op import forward
+from saccade.nm_sparse.op import NMSparse, forward
 from saccade.nm_sparse.prepared import prepare_nm_sparse
+
+_PLACED = placed(NMSparseCall)
 
 
 # for type checkers, by what `return_lse` says: one tensor, or two
@@ -138,16 +139,16 @@ def nm_sparse_attention(
     Source:
         "Dynamic N:M Fine-grained Structured Sparse Attention Mechanism" (Dfss, paper 003), sections 3 and A.1.
     """
-    if type(query) is not Tensor and is_dtensor(query):
-        return _on_shards(
-            query, key, value, attn_mask, block_mask, lengths, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-            pattern=pattern, dense_first=dense_first, dense_recent=dense_recent, return_lse=return_lse, backend=backend,
-        )  # fmt: skip
-    query, key, value = autocast(query, key, value)
-    prepared = prepare_nm_sparse(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, lengths, return_lse, backend, dense_first,
-        dense_recent,
+    call = (
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, lengths, dense_first, dense_recent, return_lse,
+        backend,
     )  # fmt: skip
+    if type(query) is not Tensor and is_dtensor(query):
+        check_tensors(query, key, value)
+        shapes = (*query.shape[:3], value.shape[-1]), query.shape[:3]
+        return call_on_shards(nm_sparse_attention, _PLACED, call, (BHTD, BHTD), shapes)
+    query, key, value = autocast(query, key, value)
+    prepared = prepare_nm_sparse((query, key, value, *call[3:]))
     problem, chosen = prepared.problem, prepared.backend
     mask, bias = split_mask(problem, attn_mask)
     if lengths is not None:
@@ -160,7 +161,7 @@ def nm_sparse_attention(
         with uncast(args.query):
             out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = applied(NMSparse, problem, chosen.name, *args, prepared.asked, keeps_selection(), problem.bias_grad)
+        out, lse = applied(NMSparse, problem, chosen.name, *args, prepared.asked, keeps_selection())
     else:
         out, lse, _ = forward(args, False, prepared.asked)
     return (out, lse) if problem.return_lse and lse is not None else out
@@ -170,12 +171,3 @@ def _within(lengths: Tensor, kv_len: int, mask: Tensor | None) -> Tensor:
     """The mask, bool `[B, .., Tk]`, with keys at and beyond the lengths hidden; `[B, 1, 1, Tk]` without one."""
     real = (torch.arange(kv_len, device=lengths.device) < lengths[:, None])[:, None, None, :]
     return real if mask is None else mask & real
-
-
-def _on_shards(query, key, value, attn_mask, block_mask, lengths, **options) -> Tensor | tuple[Tensor, Tensor]:
-    """`nm_sparse_attention` of DTensors."""
-    check_tensors(query, key, value)
-    tensors = {"query": (query, BHTD), "key": (key, BHTD), "value": (value, BHTD)}
-    tensors |= {"attn_mask": (attn_mask, scores_dims(attn_mask)), "block_mask": (block_mask, scores_dims(block_mask))}
-    tensors |= {"lengths": (lengths, BATCH)}
-    return on_shards(nm_sparse_attention, tensors, options, (BHTD, BHTD), ((*query.shape[:3], value.shape[-1]), query.shape[:3]))

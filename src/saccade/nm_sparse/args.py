@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
+
+from saccade.engine.prepare import WITH_START
+from saccade.engine.record import Differentiable, DifferentiableOrNone
+from saccade.engine.sharded import BATCH, BHTD, scores_dims
+
+
+class NMSparseCall(NamedTuple):
+    """The arguments of `nm_sparse_attention`, in its order."""
+
+    query: Annotated[Tensor, WITH_START, BHTD]
+    key: Annotated[Tensor, WITH_START, BHTD]
+    value: Annotated[Tensor, WITH_START, BHTD]
+    attn_mask: Annotated[Tensor | None, scores_dims]
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    pattern: str
+    block_mask: Annotated[Tensor | None, scores_dims]
+    lengths: Annotated[Tensor | None, BATCH]
+    dense_first: int
+    dense_recent: int
+    return_lse: bool
+    backend: str
 
 
 class NMSparseArgs(NamedTuple):
@@ -16,11 +40,11 @@ class NMSparseArgs(NamedTuple):
     keys that are never pruned (`reference.never_pruned` has the rule).
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Differentiable
+    key: Differentiable
+    value: Differentiable
     mask: Tensor | None
-    bias: Tensor | None
+    bias: DifferentiableOrNone
     block_mask: Tensor | None
     seed: Tensor | None
     pattern_n: int

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from saccade.engine.flops import backward_flops, pairs_of
+from saccade.nm_sparse.args import NMSparseArgs
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any, block_mask: Any, seed: Any, pattern_n: int, pattern_m: int,
-    dropout_p: float, is_causal: bool, scale: float, stores: bool, backend: str, dense_first: int = 0, dense_recent: int = 0,
-    *, out_val: Any = None, **options: Any,
-) -> int:  # fmt: skip
-    """Of `nm_sparse_forward`."""
-    every, kept = pairs_of(query, key), _kept(query, key, pattern_n, pattern_m, dense_first, dense_recent)
-    return 2 * every * query.shape[3] + 2 * kept * value.shape[3]
-
-
-def backward(
-    dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, kept: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any,
-    block_mask: Any, seed: Any, pattern_n: int, pattern_m: int, dropout_p: float, is_causal: bool, scale: float, bias_grad: bool,
-    backend: str, dense_first: int = 0, dense_recent: int = 0, *, out_val: Any = None, **options: Any,
-) -> int:  # fmt: skip
-    """Of `nm_sparse_backward`."""
-    return backward_flops(_kept(query, key, pattern_n, pattern_m, dense_first, dense_recent), query.shape[3], value.shape[3])
-
-
-def _kept(query: Tensor, key: Tensor, pattern_n: int, pattern_m: int, dense_first: int, dense_recent: int) -> int:
+def kept_pairs(args: NMSparseArgs) -> int:
     """Pairs of a query and a key that it keeps: N of each group of M, of the rest of a row at most N, and all of a group that is
     never pruned. Causality and masks do not count, as in torch's formulas."""
+    query, key, (pattern_n, pattern_m) = args.query, args.key, (args.pattern_n, args.pattern_m)
+    dense_first, dense_recent = args.dense_first, args.dense_recent
     batch, heads, q_len, _ = query.shape
     groups, rest = divmod(key.shape[2], pattern_m)
     kept = q_len * (groups * pattern_n + min(pattern_n, rest))

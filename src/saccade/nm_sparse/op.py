@@ -1,12 +1,10 @@
 """torch.library schemas and fakes of `nm_sparse_attention`: one opaque op each for forward and backward.
 
-All backends share the backward of `masked`, which has a faster form for sm_90. It takes the selection that forward stored, one
-bit per
-score, and does not derive it from scores of its own: another kernel sums `Q K^T` in another order (tile shapes, matrix
+All backends share the backward of `masked`, which has a faster form for sm_90. It takes the selection that forward stored, one bit
+per score, and does not derive it from scores of its own: another kernel sums `Q K^T` in another order (tile shapes, matrix
 instructions, TF32), so scores that nearly tie could be ranked differently, and P, dS and the saved lse would then belong to
 different sets of keys. Stored bits are exact for any forward. Where they take too much memory between forward and backward,
-`recompute_selection` drops them,
-and backward runs the same forward kernel again: the same binary on the same numbers gives the same bits.
+`recompute_selection` drops them, and backward runs the same forward kernel again: the same binary on the same numbers gives the same bits.
 """
 
 from __future__ import annotations
@@ -17,25 +15,24 @@ import torch
 from torch import Tensor
 
 from saccade.engine.alternatives import Alternatives
+from saccade.engine.flops import backward_flops, pairs_of
+from saccade.engine.gradient import function
 from saccade.engine.layout import empty_like_heads
 from saccade.engine.namespace import fragment
+from saccade.engine.record import Fields
 from saccade.engine.tracing import eager, register
-from saccade.nm_sparse import flops
 from saccade.nm_sparse.args import NMSparseArgs, NMSparseLaunchers
 from saccade.nm_sparse.backends import BACKENDS
 from saccade.nm_sparse.bits import words_of
+from saccade.nm_sparse.flops import kept_pairs
 from saccade.nm_sparse.standin import STAND_IN
 
-_CALL = (
-    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? block_mask, Tensor? seed, int pattern_n, int pattern_m, "
-    "float dropout_p, bool is_causal, float scale"
-)
-# at the end and with defaults, so that programs exported without them still run
-_DENSE = "int dense_first=0, int dense_recent=0"
-_DENSE_AT = 12  # their place in `NMSparseArgs`, behind the arguments of `_CALL`
+_FIELDS = Fields(NMSparseArgs)
+_DENSE_AT = _FIELDS.count - len(_FIELDS.defaults())  # the fields with defaults stand at the end of an op, after its own arguments
 GRADIENTS = "masked"  # the backend whose backward serves all
 
 _library = fragment()
+_CALL, _DENSE = _FIELDS.schema(), ", ".join(_FIELDS.defaults())
 _library.define(f"nm_sparse_forward({_CALL}, bool stores, str backend, {_DENSE}) -> (Tensor, Tensor, Tensor)")
 _library.define(
     f"nm_sparse_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor kept, {_CALL}, bool bias_grad, str backend, {_DENSE}) "
@@ -45,7 +42,7 @@ _library.define(
 
 def forward(args: NMSparseArgs, stores: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, kept); kept is empty unless `stores`."""
-    run = _forward if eager(*args[:7]) else _FORWARD
+    run = _forward if eager(*args[: _FIELDS.tensors]) else _FORWARD
     return run(*args[:_DENSE_AT], stores, backend, *args[_DENSE_AT:])
 
 
@@ -53,7 +50,7 @@ def backward(
     args: NMSparseArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, kept: Tensor, bias_grad: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias); dbias is empty unless `bias_grad`. backend: the backend of the forward."""
-    run = _backward if eager(dout, dlse, out, lse, kept, *args[:7]) else _BACKWARD
+    run = _backward if eager(dout, dlse, out, lse, kept, *args[: _FIELDS.tensors]) else _BACKWARD
     return run(dout, dlse, out, lse, kept, *args[:_DENSE_AT], bias_grad, backend, *args[_DENSE_AT:])
 
 
@@ -104,5 +101,38 @@ def _fake_backward(dout, dlse, out, lse, kept, *call):
     return *(empty_like_heads(x) for x in args[:3]), dbias
 
 
-_FORWARD = register(_library, "nm_sparse_forward", _forward, _fake_forward, flops.forward)
-_BACKWARD = register(_library, "nm_sparse_backward", _backward, _fake_backward, flops.backward)
+def _forward_flops(*call, out_val=None, **named):
+    args = _named(call, named)
+    return 2 * pairs_of(args.query, args.key) * args.query.shape[3] + 2 * kept_pairs(args) * args.value.shape[3]
+
+
+def _backward_flops(*call, out_val=None, **named):
+    args = _named(call[5:], named)
+    return backward_flops(kept_pairs(args), args.query.shape[3], args.value.shape[3])
+
+
+def _named(call: tuple, named: dict[str, Any]) -> NMSparseArgs:
+    """The arguments of attention in a call of an op by position and by name."""
+    names = (*_FIELDS.names[:_DENSE_AT], "", "", *_FIELDS.names[_DENSE_AT:])
+    given = dict(zip(names, call, strict=False)) | named
+    return NMSparseArgs(**{name: x for name, x in given.items() if name in _FIELDS.names})
+
+
+_FORWARD = register(_library, "nm_sparse_forward", _forward, _fake_forward, _forward_flops)
+_BACKWARD = register(_library, "nm_sparse_backward", _backward, _fake_backward, _backward_flops)
+
+
+def _apply(args: NMSparseArgs, backend: str, stores: bool) -> tuple[Tensor | None, ...]:
+    out, lse, kept = forward(args, stores, backend)
+    return out, lse, out, lse, kept if stores else None
+
+
+def _apply_backward(args, rows, dout, dlse, saved, wanted, backend, stores) -> tuple[Tensor, ...]:
+    out, lse, kept = saved
+    if kept is None:
+        *_, kept = forward(args, True, backend)
+    return backward(args, dout, dlse, out, lse, kept, wanted, backend)
+
+
+# `(out, lse) = nm_sparse_attention(query, key, value)`, differentiated with the selection that this forward made
+NMSparse = function("NMSparse", _FIELDS, _apply, _apply_backward)

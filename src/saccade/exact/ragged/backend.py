@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from saccade.engine.backend import Backend
+from saccade.engine.backend import Backend, Launchers
 from saccade.engine.rule import Rule, square, table, taken
 from saccade.exact.ragged import config
 from saccade.exact.ragged.config import FASTER_IN_CHUNKS, MAX_HEAD_DIM, TILES, fits, forward_by_triton, long_config, tile_config
-from saccade.exact.varlen.args import VarlenLaunchers
 from saccade.launch.requirements import triton_reasons
 from saccade.launch.triton import pow2
 
@@ -90,10 +89,10 @@ def _beyond(problem: VarlenProblem, direction: str) -> str:
     return " and ".join([f"{k} {long_config(k, block, size, problem.arch)}" for k in kinds])
 
 
-def _load() -> VarlenLaunchers:
+def _load() -> Launchers:
     from saccade.exact.ragged.launchers import backward, forward
 
-    return VarlenLaunchers(forward, backward)
+    return Launchers(forward, backward)
 
 
 def _prefers(problem: VarlenProblem) -> bool:

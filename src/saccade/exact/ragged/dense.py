@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.engine.backend import Backend
+from saccade.engine.backend import Backend, Launchers
 from saccade.engine.layout import unpack
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, taken
-from saccade.exact.args import AttentionArgs, Launchers, windows_of
+from saccade.exact.args import AttentionArgs, windows_of
 from saccade.exact.ragged.config import MAX_HEAD_DIM, long_config
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.launch.requirements import triton_reasons

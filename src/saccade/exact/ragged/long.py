@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from saccade.engine.arguments import is_normal_scale
-from saccade.engine.backend import Backend
+from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, square, table, taken
-from saccade.exact.args import Launchers
 from saccade.exact.ragged import config
 
 SHORTEST, LONGEST = 65, 577  # what was measured; the kernels take other lengths too

@@ -7,13 +7,13 @@ from torch import Tensor
 from saccade.exact.args import AttentionArgs
 from saccade.exact.ragged import long_launchers, sm90
 from saccade.native import cuda
-from saccade.native.described import Described, Moved, Place, Planned, places_of
+from saccade.native.described import Described, Moved, Place, Planned, in_one_tensor, places_of
 
 Places = dict[str, Place]
 NULL: Place = (-1, 0)
 
 
-def describe_forward(args: AttentionArgs, places: Places) -> list[Described] | None:
+def describe_forward(args: AttentionArgs, out: Tensor, lse: Tensor, places: Places) -> list[Described] | None:
     """The launch of a forward call that was made; None where it is not remembered, because tensors had to be copied, and under a mask, of which
     another kernel makes bits."""
     plan = long_launchers.known_forward(args)
@@ -24,18 +24,18 @@ def describe_forward(args: AttentionArgs, places: Places) -> list[Described] | N
 
 
 def describe_backward(
-    args: AttentionArgs, dout: Tensor, out: Tensor, lse: Tensor, packed: bool, places: Places
+    args: AttentionArgs, dout: Tensor, out: Tensor, lse: Tensor, gradients: tuple[Tensor, ...], places: Places
 ) -> Planned | None:
     """The launch of a backward call that was made; None as in `describe_forward`, and where another kernel computes delta."""
     if args.mask is not None:
         return None
-    plan = long_launchers.known_backward(args, dout, out, lse, packed)
+    plan = long_launchers.known_backward(args, dout, out, lse, in_one_tensor(places))
     if plan is None or not sm90.owns_delta(args.query.shape[-1]):
         return None
     slot, _ = places["scratch"]
     delta, parked = (slot, 0), (slot + 1, 0)
-    gradients = (places["dquery"], places["dkey"], places["dvalue"])
-    pointers = (*_offsets(places), places["lse"], NULL, delta, parked, *gradients, *_free(plan), *places_of(places, "seed"))
+    written = (places["dquery"], places["dkey"], places["dvalue"])
+    pointers = (*_offsets(places), places["lse"], NULL, delta, parked, *written, *_free(plan), *places_of(places, "seed"))
     moved = _moved(plan, places, "query", "key", "value", "dout", "out")
     found = _listed(cuda.describe(plan.launch, moved, pointers))
     return None if found is None else Planned(found, (4 * lse.numel(), 4 * plan.parked))

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from saccade.engine.arguments import is_normal_scale
-from saccade.engine.backend import Backend
+from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Row, Rule, square, table, taken
-from saccade.exact.args import Launchers
 from saccade.exact.short.measured import gains
 from saccade.hardware import SMALL_SHARED
 from saccade.launch.requirements import triton_reasons

@@ -8,22 +8,24 @@ from saccade.exact.args import AttentionArgs
 from saccade.exact.short.launch import BACKWARD_TENSORS, FORWARD_TENSORS, BackwardPlan, Launch, aligned, metadata
 from saccade.exact.short.sm90 import Sm90Launch
 from saccade.native import cuda, triton
-from saccade.native.described import Described, Moved, Place, Planned
+from saccade.native.described import Described, Moved, Place, Planned, in_one_tensor
 
 Places = dict[str, Place]
 
 
-def describe_forward(args: AttentionArgs, places: Places) -> list[Described] | None:
+def describe_forward(args: AttentionArgs, out: Tensor, lse: Tensor, places: Places) -> list[Described] | None:
     """The launch of a forward call that was made; None unless it is a plain one."""
     found = _described(args.launches and args.launches.get(("forward", aligned(args), None)), FORWARD_TENSORS, places)
     return None if found is None else [found]
 
 
 def describe_backward(
-    args: AttentionArgs, dout: Tensor, out: Tensor | None, lse: Tensor, packed: bool, places: Places
+    args: AttentionArgs, dout: Tensor, out: Tensor | None, lse: Tensor, gradients: tuple[Tensor, ...], places: Places
 ) -> Planned | None:
     """The launch of a backward call that was made; None as in `describe_forward`. places: with one of dbias if its gradient is asked for."""
-    plan = args.launches and args.launches.get((aligned(args), metadata(dout), None, "dbias" in places, not packed, None))
+    plan = args.launches and args.launches.get(
+        (aligned(args), metadata(dout), None, "dbias" in places, not in_one_tensor(places), None)
+    )
     if not isinstance(plan, BackwardPlan) or plan.kv_share != 1:
         return None
     sharing = plan.sharing

@@ -151,8 +151,11 @@ def run_packed(
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         query, key, value = tensors[0].unbind(1) if case.packed else tensors[:3]
         found = attend(
-            query, key, value, offsets[0], offsets[1], max_q, max_k, case.dropout_p, case.causal,
-            None, case.heads != case.kv_heads, None if bias is None else tensors[-1], lse, backend, tensors[0] if case.packed else None,
+            (
+                query, key, value, offsets[0], offsets[1], max_q, max_k, case.dropout_p, case.causal, None, case.heads != case.kv_heads,
+                None if bias is None else tensors[-1], lse, backend,
+            ),
+            tensors[0] if case.packed else None,
         )  # fmt: skip
         return found if isinstance(found, tuple) else (found,)
 

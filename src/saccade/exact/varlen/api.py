@@ -5,22 +5,34 @@ Letters: B sequences, H query heads, Hkv key/value heads, Tq and Tk tokens of al
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import Tensor
 
 from saccade.engine.arguments import check_flag, check_tensors
 from saccade.engine.calls import autocast, draw_seed, gradient_needed, uncast
 from saccade.engine.first_order import applied
-from saccade.engine.prepare import Prepared, metadata, prepare, remembered, traced
-from saccade.engine.sharded import HEADS, Dims, is_dtensor, on_shards
+from saccade.engine.prepare import Prepared, prepare, remembered, signature, traced
+from saccade.engine.sharded import HEADS, Dims, call_on_shards, is_dtensor, placed
 from saccade.errors import InvalidArgument
 from saccade.exact.varlen import again
-from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
+from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs, VarlenCall, VarlenPackedCall
 from saccade.exact.varlen.backends import BACKENDS
-from saccade.exact.varlen.gradient import Varlen, VarlenPacked
-from saccade.exact.varlen.op import forward
+from saccade.exact.varlen.op import OPS
 from saccade.exact.varlen.problem import check_packed_varlen, checked_offsets, describe_varlen, on_the_host
+
+_BIAS = VarlenCall._fields.index("attn_bias")
+_OUTPUTS = Dims(None, 1), HEADS
+_PLACED = placed(VarlenCall)
+_PACKED_PLACED = placed(VarlenPackedCall)
+_signature = signature(
+    "attention_varlen",
+    VarlenCall,
+    "key.shape[0] == value.shape[0]",
+    "cu_seqlens_q is cu_seqlens_k",
+    "cu_seqlens_q.shape == cu_seqlens_k.shape",
+    "cu_seqlens_q.numel() > 0",
+)
 
 
 # for type checkers, by what `return_lse` says: one tensor, or two
@@ -126,20 +138,13 @@ def attention_varlen(
     Source:
         whole sequences on chip after "Fast Attention For Short Sequences" (paper 002); packing after flash-attn's `flash_attn_varlen_func`.
     """
-    if type(query) is not Tensor and is_dtensor(query):
-        return _on_shards(
-            {"query": query, "key": key, "value": value}, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, attn_bias,
-            {
-                "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "dropout_p": dropout_p, "is_causal": is_causal,
-                "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse, "backend": backend,
-            },
-        )  # fmt: skip
+    sharded = type(query) is not Tensor and is_dtensor(query)
     causal = _causal(is_causal)
-    query, key, value = autocast(query, key, value)
-    return attend(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias,
-        return_lse, backend,
+    call = (
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias, return_lse,
+        backend,
     )  # fmt: skip
+    return _attention_on_shards(call) if sharded else attend(_cast(call))
 
 
 @overload
@@ -210,72 +215,40 @@ def attention_varlen_qkvpacked(
     """
     check_packed_varlen(qkv)
     if type(qkv) is not Tensor and is_dtensor(qkv):
-        return _on_shards(
-            {"qkv": qkv}, {"cu_seqlens": cu_seqlens}, attn_bias,
-            {
-                "max_seqlen": max_seqlen, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
-                "return_lse": return_lse, "backend": backend,
-            },
-        )  # fmt: skip
+        call = (qkv, cu_seqlens, max_seqlen, dropout_p, is_causal, scale, attn_bias, return_lse, backend)
+        shapes = (*qkv.shape[:1], *qkv.shape[2:]), (qkv.shape[2], qkv.shape[0])
+        return call_on_shards(attention_varlen_qkvpacked, _PACKED_PLACED, call, _OUTPUTS, shapes)
     causal = _causal(is_causal)
     (qkv,) = autocast(qkv)
-    query, key, value = qkv.unbind(1)
-    return attend(
-        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, causal, scale, False, attn_bias, return_lse, backend,
-        qkv,
-    )  # fmt: skip
+    rows = (*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return attend((*rows, dropout_p, causal, scale, False, attn_bias, return_lse, backend), qkv)
 
 
-def _on_shards(
-    rows: dict[str, Any], offsets: dict[str, Any], attn_bias: Tensor | None, options: dict[str, Any]
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Either call with DTensors of packed tokens: heads may be sharded, tokens may not, as sequences would cross ranks."""
-    packed = "qkv" in rows
-    if not packed:
-        check_tensors(rows["query"], rows["key"], rows["value"])
-        if not all(x.dim() == 3 for x in rows.values()):
-            raise InvalidArgument(f"query has shape {list(rows['query'].shape)}; it must be [T, H, D], as key and value")
-    first, value = next(iter(rows.values())), list(rows.values())[-1]
-    tokens, heads = first.shape[0], first.shape[-2]
-    tensors = {name: (x, Dims(None, x.dim() - 2)) for name, x in rows.items()}
-    tensors |= {name: (x, Dims(None, None)) for name, x in offsets.items()}
-    tensors["attn_bias"] = (attn_bias, HEADS)
-    shapes = (tokens, heads, value.shape[-1]), (heads, tokens)
-    return on_shards(attention_varlen_qkvpacked if packed else attention_varlen, tensors, options, (Dims(None, 1), HEADS), shapes)
+def _attention_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention_varlen` of DTensors: heads may be sharded, tokens may not, as sequences would cross ranks."""
+    query, key, value = call[:3]
+    check_tensors(query, key, value)
+    if not query.dim() == key.dim() == value.dim() == 3:
+        raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [T, H, D], as key and value")
+    shapes = (*query.shape[:2], value.shape[2]), (query.shape[1], query.shape[0])
+    return call_on_shards(lambda **given: attend(_cast(VarlenCall(**given))), _PLACED, call, _OUTPUTS, shapes)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    causal: int,
-    scale: float | None,
-    enable_gqa: bool,
-    attn_bias: Tensor | None,
-    return_lse: bool,
-    backend: str,
-    qkv: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """A call with the alignment of its causal mask as a number; query, key and value may be views of `qkv`."""
-    call = None
+def _cast(call: tuple) -> tuple:
+    """The call with its tensors in the dtype of autocast."""
+    return (*autocast(*call[:3]), *call[3:])
+
+
+def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """A call in the order of `VarlenCall`; query, key and value may be views of `qkv`."""
+    query, key, value, cu_seqlens_q, cu_seqlens_k = call[:5]
+    attn_bias, known = call[_BIAS], None
     if attn_bias is None and not traced():
-        call = again.call_of(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, return_lse,
-            backend, qkv,
-        )  # fmt: skip
-        found = again.made(call)
+        known = again.call_of(call, qkv)
+        found = again.made(known)
         if found is not None:
             return found
-    needs_grad = gradient_needed(query, key, value, attn_bias)
-    prepared = _prepare(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias,
-        return_lse, needs_grad, qkv is not None, backend,
-    )  # fmt: skip
+    prepared = _prepare(call, qkv is not None)
     problem, chosen = prepared.problem, prepared.backend
     offsets_q = checked_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], problem.max_q)
     offsets_k = checked_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], problem.max_k)
@@ -287,43 +260,26 @@ def attend(
         with uncast(query):
             out, lse = chosen.attend(args, problem)
     elif not problem.needs_grad:
-        out, lse = forward(args, prepared.asked)
-    elif qkv is not None:
-        out, lse = applied(VarlenPacked, problem, chosen.name, qkv, offsets_q, *rest, prepared.asked)
+        out, lse = OPS.forward(args, prepared.asked)
     else:
-        given = (query, key, value, offsets_q, None if same else offsets_k, *rest)
-        out, lse = applied(Varlen, problem, chosen.name, *given, prepared.asked)
-    if call is not None:
-        again.offer(prepared, call, args, out, lse, qkv)
+        function, rows = (OPS.separate, (query, key, value)) if qkv is None else (OPS.packed, (qkv,))
+        given = (*rows, offsets_q, None if same else offsets_k, *rest)
+        out, lse = applied(function, problem, chosen.name, *given, prepared.asked, True)
+    if known is not None:
+        again.offer(prepared, known, args, out, lse, qkv)
     return (out, lse) if problem.return_lse and lse is not None else out
 
 
-def _prepare(
-    query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias,
-    return_lse, needs_grad, packed, backend,
-) -> Prepared:  # fmt: skip
+def _prepare(call: tuple, packed: bool) -> Prepared:
     """The prepared call, remembered by everything but the numbers of tokens and sequences, which change from batch to batch."""
-    signature, readable = None, isinstance(query, Tensor) and on_the_host(query, cu_seqlens_q, cu_seqlens_k)
-    if not traced():
-        try:
-            signature = (
-                "attention_varlen", type(query), type(key), type(value), query.shape[1:], query.dtype, query.device, key.shape[1:], key.dtype, key.device, value.shape[1:],
-                value.dtype, value.device, key.shape[0] == value.shape[0], type(cu_seqlens_q), cu_seqlens_q.dtype, cu_seqlens_q.device, cu_seqlens_q.stride(),
-                type(cu_seqlens_k), cu_seqlens_k.dtype, cu_seqlens_k.device, cu_seqlens_k.stride(), cu_seqlens_q.shape == cu_seqlens_k.shape,
-                cu_seqlens_q.numel() > 0, cu_seqlens_q is cu_seqlens_k, type(max_seqlen_q), max_seqlen_q, type(max_seqlen_k), max_seqlen_k,
-                dropout_p, type(dropout_p), causal, scale, type(scale), enable_gqa, None if attn_bias is None else metadata(attn_bias), return_lse, needs_grad, packed,
-                backend, readable,
-            )  # fmt: skip
-            found = remembered(signature)
-            if found is not None:
-                return found
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # describe_varlen says what is wrong
-            signature = None
-    arguments = (
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias,
-        return_lse, needs_grad, packed, readable,
-    )  # fmt: skip
-    return prepare(signature, describe_varlen, arguments, BACKENDS, backend)
+    given = VarlenCall(*call)
+    query, offsets = given.query, (given.cu_seqlens_q, given.cu_seqlens_k)
+    needs_grad = gradient_needed(query, given.key, given.value, given.attn_bias)
+    readable = isinstance(query, Tensor) and on_the_host(query, *offsets)
+    signed, found = remembered(_signature, call, needs_grad, packed, readable)
+    if found is not None:
+        return found
+    return prepare(signed, describe_varlen, (*call[:-1], needs_grad, packed, readable), BACKENDS, given.backend)
 
 
 def _causal(is_causal: bool) -> int:

@@ -1,14 +1,53 @@
-"""What travels to a kernel of `attention_varlen`."""
+"""The record of `attention_varlen`: what travels to a kernel, declared once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from saccade.engine.prepare import OFFSETS, TOKENS
+from saccade.engine.record import LAUNCHERS_ONLY, Differentiable, DifferentiableOrNone, Same, Size
+from saccade.engine.sharded import HEADS, NEITHER, Dims
+
 # which keys a query sees: all; key j <= query i, as torch's function; key j <= query i + Tk - Tq of its sequence, as flash-attn
 FULL, UPPER_LEFT, BOTTOM_RIGHT = 0, 1, 2
+# the same as words, which C++ takes
+ALIGNMENTS = ("full", "upper", "lower")
+_BY_HEADS = Dims(None, 1)
+
+
+class VarlenCall(NamedTuple):
+    """The arguments of `attention_varlen` in the order in which `api.attend` takes them; causal: one of the numbers above."""
+
+    query: Annotated[Tensor, TOKENS, _BY_HEADS]
+    key: Annotated[Tensor, TOKENS, _BY_HEADS]
+    value: Annotated[Tensor, TOKENS, _BY_HEADS]
+    cu_seqlens_q: Annotated[Tensor, OFFSETS, NEITHER]
+    cu_seqlens_k: Annotated[Tensor, OFFSETS, NEITHER]
+    max_seqlen_q: Size
+    max_seqlen_k: Size
+    dropout_p: float
+    causal: int
+    scale: float | None
+    enable_gqa: bool
+    attn_bias: Annotated[Tensor | None, HEADS]
+    return_lse: bool
+    backend: str
+
+
+class VarlenPackedCall(NamedTuple):
+    """The arguments of `attention_varlen_qkvpacked`, in its order."""
+
+    qkv: Annotated[Tensor, Dims(None, 2)]
+    cu_seqlens: Annotated[Tensor, NEITHER]
+    max_seqlen: Size
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    attn_bias: Annotated[Tensor | None, HEADS]
+    return_lse: bool
+    backend: str
 
 
 class VarlenArgs(NamedTuple):
@@ -20,28 +59,16 @@ class VarlenArgs(NamedTuple):
     the mask, which is therefore last.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Differentiable
+    key: Differentiable
+    value: Differentiable
     cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    bias: Tensor | None
+    cu_seqlens_k: Annotated[Tensor, Same("cu_seqlens_q")]
+    bias: DifferentiableOrNone
     seed: Tensor | None
-    max_q: int
-    max_k: int
+    max_q: Size
+    max_k: Size
     dropout_p: float
     causal: int
     scale: float
-    mask: Tensor | None = None
-
-
-class VarlenLaunchers(NamedTuple):
-    """Entry points of a family whose gradients are its own.
-
-    forward:  `VarlenArgs -> (out, lse)`, lse float32 `[H, Tq]`
-    backward: `(VarlenArgs, dout, dlse | None, out, lse, *, bias_grad, packed) -> (dq, dk, dv, dbias | None)`; the gradients are written into
-              views of `packed`, an empty `[T, 3, H, D]`, where one is given.
-    """
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+    mask: Annotated[Tensor | None, LAUNCHERS_ONLY] = None

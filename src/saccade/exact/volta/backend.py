@@ -7,10 +7,9 @@ import functools
 import torch
 
 from saccade.engine.arguments import is_normal_scale
-from saccade.engine.backend import Backend
+from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, taken
-from saccade.exact.args import Launchers
 
 MAX_HEAD_DIM = 128
 _MOST_BLOCKS = 2**31 - 1

@@ -1,0 +1,72 @@
+"""Makes the autograd.Function of an operation from its record."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.engine.first_order import first_order
+from saccade.engine.ranges import shown_as_ours
+from saccade.engine.record import Fields
+from saccade.engine.saved import save, saved
+
+
+def function(
+    name: str,
+    fields: Fields,
+    forward: Callable[..., tuple],
+    backward: Callable[..., tuple],
+    unpack: Callable[[Tensor], tuple[Tensor, ...]] | None = None,
+) -> Any:
+    """An autograd.Function of the fields of a record, then options of its own; its results are out and lse.
+
+    Args:
+        forward: `(args, *options) -> (out, lse, *saved)`, where what is saved begins with the output (or None) and lse.
+        backward: `(args, rows, dout, dlse, saved, wanted, *options) -> (*the gradients of rows, the gradient of the extra field)`. wanted: whether
+            the last one is asked for. rows: query, key and value, or the packed tensor.
+        unpack: of the first argument, if it is one packed tensor: query, key and value.
+    """
+    rows = 3 if unpack is None else 1
+    whole = fields.whole - 3 + rows
+    tensors, extra = fields.tensors - 3 + rows, fields.extra - 3 + rows
+    same = [(i - 3 + rows, j - 3 + rows) for i, j in fields.same]
+    record, between = fields.record, (None,) * (extra - rows)
+
+    def arguments(given: tuple) -> Any:
+        for i, j in same:
+            if given[i] is None:
+                given = (*given[:i], given[j], *given[i + 1 :])
+        return record(*given) if unpack is None else record(*unpack(given[0]), *given[1:])
+
+    def run_forward(ctx, *given):
+        out, lse, *kept = forward(arguments(given[:whole]), *given[whole:])
+        save(ctx, *given[:tensors], *kept)
+        ctx.numbers, ctx.options = given[tensors:whole], given[whole:]
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    def run_backward(ctx, dout: Tensor | None, dlse: Tensor | None):
+        found = saved(ctx)
+        behind = (None,) * (whole - extra - 1 + len(ctx.options))
+        if dout is None and dlse is None:
+            return (*[None] * rows, *between, None, *behind)
+        args = arguments((*found[:tensors], *ctx.numbers))
+        if dout is None:
+            dout = _zeros(args, found[tensors])
+        wanted = found[extra] is not None and ctx.needs_input_grad[extra]
+        *gradients, last = backward(args, found[:rows], dout, dlse, found[tensors:], wanted, *ctx.options)
+        return (*gradients, *between, last if wanted else None, *behind)
+
+    methods = {"forward": staticmethod(run_forward), "backward": staticmethod(first_order(run_backward))}
+    return shown_as_ours(types.new_class(name, (torch.autograd.Function,), exec_body=lambda body: body.update(methods)))
+
+
+def _zeros(args: Any, out: Tensor | None) -> Tensor:
+    """The gradient of an output that the loss does not use."""
+    if out is not None:
+        return torch.zeros_like(out)
+    return args.query.new_zeros(()).expand(*args.query.shape[:-1], args.value.shape[-1])

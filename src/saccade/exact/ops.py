@@ -1,0 +1,214 @@
+"""What torch sees of an operation with a packed form: its ops and its autograd.Functions, derived from the record of its arguments.
+
+There is one opaque op for each direction. `Library.define` with a plain `autograd.Function` around it costs about a third of
+`custom_op` with `register_autograd` per call (10.9 against 31.9 us on one slow CPU core), which is visible on short sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.engine.alternatives import Alternatives
+from saccade.engine.backend import Backend, Launchers
+from saccade.engine.by_torch import reference_launchers
+from saccade.engine.flops import by_pairs
+from saccade.engine.gradient import function
+from saccade.engine.layout import Rows
+from saccade.engine.namespace import fragment
+from saccade.engine.record import Fields
+from saccade.engine.tracing import eager, register
+from saccade.exact import op_again
+from saccade.exact.op_again import Replayed
+from saccade.launch.cache import LaunchCache
+from saccade.native.described import Planned
+
+_BEFORE = ("dout", "dlse", "out", "lse")  # what ops of backward take first
+
+
+class Ops:
+    """The ops of one operation, the launchers behind them, and the Functions around them (`separate`, and `packed` for one tensor of all three).
+
+    Args:
+        name: of the operation. functions: names of the Functions in profiles.
+        record: its arguments. rows: how its tensors lie.
+        attend: its meaning in plain torch, `args -> (out, lse)`.
+        pairs: `args -> ` pairs of a query and a key, for FLOPs.
+        shapes: `args -> (query, key)` whose shapes and dtype a failure is remembered by.
+        replayed: how C++ replays forward and backward.
+        needs_out: whether backward always gets the output.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        functions: tuple[str, str],
+        record: type,
+        backends: tuple[Backend, ...],
+        rows: Rows,
+        *,
+        attend: Callable[[Any], tuple[Tensor, Tensor]],
+        pairs: Callable[[Any], int],
+        shapes: Callable[[Any], tuple[Any, Any]],
+        replayed: tuple[Replayed, Replayed],
+        needs_out: bool,
+    ):
+        self.name, self.rows, self.shapes = name, rows, shapes
+        self.fields = fields = Fields(record)
+        self.record, self.tensors, self.count = fields.record, fields.tensors, fields.count
+        self.keeps_launches = "launches" in fields.names
+        self.replay_forward, self.replay_backward = replayed
+        self.by_name = {backend.name: backend for backend in backends}
+        stand_in = reference_launchers(attend, rows)
+        self.launchers = Alternatives(name, backends, ("reference",), stand_in, self._join).launchers
+        self._define(pairs, "Tensor out" if needs_out else "Tensor? out")
+        self.separate = function(functions[0], fields, self._apply, self._apply_backward)
+        self.packed = function(functions[1], fields, self._apply, self._apply_packed_backward, rows.unpack)
+
+    def _define(self, pairs: Callable[[Any], int], out: str) -> None:
+        self._library, fields, unpack = fragment(), self.fields, self.rows.unpack
+        before, after = f"Tensor dout, Tensor? dlse, {out}, Tensor lse", "bool bias_grad, str backend"
+        define = self._library.define
+        define(f"{self.name}_forward({fields.schema()}, str backend) -> (Tensor, Tensor)")
+        define(f"{self.name}_backward({before}, {fields.schema()}, {after}) -> (Tensor, Tensor, Tensor, Tensor)")
+        define(f"{self.name}_packed_backward({before}, {fields.schema(packed=True)}, {after}) -> (Tensor, Tensor)")
+        self.forward_op = self._register("forward", self._forward, self._fake_forward, by_pairs(fields, pairs))
+        self.backward_op = self._register("backward", self._backward, self._fake_backward, by_pairs(fields, pairs, 4))
+        self.packed_backward_op = self._register(
+            "packed_backward", self._packed_backward, self._fake_packed_backward, by_pairs(fields, pairs, 4, unpack)
+        )
+
+    def _register(self, direction: str, run: Any, fake: Any, flops: Any) -> Any:
+        return register(self._library, f"{self.name}_{direction}", run, fake, flops)
+
+    def _join(self, alternatives: Alternatives, chain: tuple[str, ...]) -> Launchers:
+        def forward(args: Any) -> Any:
+            return alternatives.attempt(chain, *self.shapes(args), lambda found: found.forward(args))
+
+        def backward(args: Any, *given: Any, **options: Any) -> Any:
+            return alternatives.attempt(chain, *self.shapes(args), lambda found: found.backward(args, *given, **options))
+
+        return Launchers(forward, backward)
+
+    # --- the calls of the public function
+
+    def forward(self, args: Any, backend: str) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a backend with its own kernels; called through the op if the call is traced or otherwise observed."""
+        if eager(*args[: self.tensors]):
+            return self.launchers(backend).forward(args)
+        return self.forward_op(*args[: self.count], backend)
+
+    def backward(
+        self, args: Any, dout: Tensor, dlse: Tensor | None, out: Tensor | None, lse: Tensor, bias_grad: bool, backend: str
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(dq, dk, dv, dbias); dbias is only valid if `bias_grad` is set."""
+        if eager(dout, dlse, *args[: self.tensors]):
+            return self.launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=None)
+        return self.backward_op(dout, dlse, out, lse, *args[: self.count], bias_grad, backend)
+
+    def packed_backward(
+        self,
+        qkv: Tensor,
+        args: Any,
+        dout: Tensor,
+        dlse: Tensor | None,
+        out: Tensor | None,
+        lse: Tensor,
+        bias_grad: bool,
+        backend: str,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(dqkv, dbias); dbias is only valid if `bias_grad` is set."""
+        if eager(dout, dlse, qkv, *args[3 : self.tensors]):
+            dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+            *_, dbias = self.launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=dqkv)
+            return dqkv, dbias
+        return self.packed_backward_op(dout, dlse, out, lse, qkv, *args[3 : self.count], bias_grad, backend)
+
+    # --- what the Functions call
+
+    def _apply(self, args: Any, backend: str, saves_output: bool) -> tuple:
+        out, lse = self.forward(args, backend)
+        return out, lse, out if saves_output else None, lse
+
+    def _apply_backward(self, args, rows, dout, dlse, kept, wanted, backend, saves_output) -> tuple:
+        out, lse = kept
+        return self.backward(args, dout, dlse, out, lse, wanted, backend)
+
+    def _apply_packed_backward(self, args, rows, dout, dlse, kept, wanted, backend, saves_output) -> tuple:
+        out, lse = kept
+        return self.packed_backward(rows[0], args, dout, dlse, out, lse, wanted, backend)
+
+    # --- implementations of the ops, and their fakes
+
+    def _forward(self, *given):
+        call = self.replay_forward.call(given)
+        found = op_again.made(call)
+        if found is not None:
+            return found
+        *arguments, backend = given
+        args, offers = self._args(arguments, call)
+        results = self.launchers(backend).forward(args)
+        if offers:
+            self._offer_forward(backend, args, call, results)
+        return results
+
+    def _backward(self, *given):
+        call = self.replay_backward.call(given)
+        found = op_again.made(call)
+        if found is not None:
+            return found
+        dout, dlse, out, lse, *arguments, bias_grad, backend = given
+        args, offers = self._args(arguments, call)
+        dq, dk, dv, dbias = self.launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=None)
+        results = dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
+        if offers:
+            self._offer_backward(backend, args, call, given, results)
+        return results
+
+    def _packed_backward(self, dout, dlse, out, lse, qkv, *call):
+        *arguments, bias_grad, backend = call
+        args = self.record(*self.rows.unpack(qkv), *arguments)
+        dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        *_, dbias = self.launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=dqkv)
+        return dqkv, lse.new_empty(0) if dbias is None else dbias
+
+    def _args(self, arguments: list, call: tuple | None) -> tuple[Any, bool]:
+        """The record of a call, and whether it is to be described to C++; launchers then note in it what they work out."""
+        offers = call is not None and op_again.may_offer(call, arguments[0])
+        if offers and self.keeps_launches:
+            return self.record(*arguments, LaunchCache()), True
+        return self.record(*arguments), offers
+
+    def _offer_forward(self, backend: str, args: Any, call: Any, results: Any) -> None:
+        chosen, planned = self.by_name[backend.rpartition(":")[2]], None
+        if chosen.describe_launches is not None and op_again.ran(chosen, *self.shapes(args)):
+            launches = chosen.describe_launches(args, *results, self.replay_forward.places(call))
+            planned = None if launches is None else Planned(launches)
+        op_again.offer(self.replay_forward, call, results, chosen, args, planned)
+
+    def _offer_backward(self, backend: str, args: Any, call: Any, given: tuple, results: Any) -> None:
+        chosen, planned = self.by_name[backend.rpartition(":")[2]], None
+        dout, dlse, out, lse, bias_grad = *given[:4], given[-2]
+        if chosen.describe_backward is not None and dlse is None and not bias_grad and op_again.ran(chosen, *self.shapes(args)):
+            planned = chosen.describe_backward(args, dout, out, lse, results[:3], self.replay_backward.places(call))
+        op_again.offer(self.replay_backward, call, results, chosen, args, planned)
+
+    def _fake_forward(self, *given):
+        args = self.record(*given[:-1])
+        lse = args.query.new_empty(self.rows.lse(args.query), dtype=torch.float32)
+        return self.rows.like(args.query, args.value.shape[-1]), lse
+
+    def _fake_backward(self, dout, dlse, out, lse, *call):
+        args = self.record(*call[:-2])
+        return *(self.rows.like(x) for x in args[:3]), _fake_dbias(lse, args.bias, call[-2])
+
+    def _fake_packed_backward(self, dout, dlse, out, lse, qkv, *call):
+        bias = call[self.fields.extra - 3]
+        return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), _fake_dbias(lse, bias, call[-2])
+
+
+def _fake_dbias(lse: Tensor, bias: Tensor | None, bias_grad: bool) -> Tensor:
+    return torch.empty(bias.shape, dtype=bias.dtype, device=bias.device) if bias is not None and bias_grad else lse.new_empty(0)
