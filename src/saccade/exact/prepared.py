@@ -20,10 +20,8 @@ def prepare_attention(call: tuple, packed: bool) -> Prepared | None:
 
     call: in the order of `AttentionCall`.
     """
-    query = call[0]
-    needs_grad = gradient_needed(*call[:4])
-    again = isinstance(query, Tensor) and replayed(query)
-    signed, found = _find(call, packed, needs_grad, again)
+    needs_grad, query = gradient_needed(*call[:4]), call[0]
+    signed, found = _find(call, packed, needs_grad, isinstance(query, Tensor) and replayed(query))
     if found is not None:
         return found
     given = AttentionCall(*call)
