@@ -38,7 +38,7 @@ def watch_takes(monkeypatch, native) -> list[bool]:
     answers: list[bool] = []
     takes = native.takes
     # nothing is remembered, so that each call is planned again
-    monkeypatch.setattr("saccade.dynamic_mask.prepared.remembered", lambda *given: (None, None))
+    monkeypatch.setattr("saccade.dynamic_mask.prepared._find", lambda *given: (None, None))
     monkeypatch.setattr(native, "takes", lambda *tensors: answers.append(takes(*tensors)) or answers[-1])
     return answers
 

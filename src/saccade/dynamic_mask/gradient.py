@@ -27,19 +27,20 @@ class CausalOptions(NamedTuple):
     backend: str
 
 
-def _apply(args: DynamicMaskArgs, backend: str) -> tuple[Tensor, ...]:
-    out, lse = op.forward(args, backend)
-    return out, lse, out, lse
+def _apply(args: DynamicMaskArgs, options: tuple) -> tuple[tuple, tuple]:
+    results = op.forward(args, *options)
+    return results, results
 
 
-def _apply_backward(args, rows, dout, dlse, saved, wanted, backend) -> tuple[Tensor, ...]:
+def _apply_backward(args, rows, dout, dlse, saved, wanted, options) -> tuple[tuple, Tensor]:
     out, lse = saved
     with uncast(out):  # a user may run backward inside autocast
-        return op.backward(args, dout, dlse, out, lse, backend)
+        *gradients, dscores = op.backward(args, dout, dlse, out, lse, *options)
+    return tuple(gradients), dscores
 
 
 # `(out, lse) = dynamic_mask_attention(query, key, value, key_scores)` for keys kept by the positions `start..stop`
-DynamicMask = function("DynamicMask", op.FIELDS, _apply, _apply_backward)
+DynamicMask = function("DynamicMask", op.FIELDS, 1, _apply, _apply_backward)
 
 
 @shown_as_ours
@@ -75,6 +76,7 @@ class CausalDynamicMask(torch.autograd.Function):
             _, keep, scale, backend = ctx.options
             start, stop = intervals.unbind(0)
             args = DynamicMaskArgs(query, key, value, key_scores, start, stop, keep, True, scale)
-            found = _apply_backward(args, None, torch.zeros_like(out) if dout is None else dout, dlse, (out, lse), True, backend)
+            with uncast(out):
+                found = op.backward(args, torch.zeros_like(out) if dout is None else dout, dlse, out, lse, backend)
         dq, dk, dv, dscores = found or (None,) * 4
         return dq, dk, dv, None if key_scores is None else dscores, None, None, None

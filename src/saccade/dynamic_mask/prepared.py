@@ -6,15 +6,15 @@ from saccade.dynamic_mask.args import DynamicMaskCall
 from saccade.dynamic_mask.backends import BACKENDS
 from saccade.dynamic_mask.problem import describe_dynamic_mask
 from saccade.engine.calls import gradient_needed
-from saccade.engine.prepare import Prepared, prepare, remembered, signature
+from saccade.engine.prepare import Prepared, finder, prepare
 
-_signature = signature("dynamic_mask_attention", DynamicMaskCall)
+_find = finder("dynamic_mask_attention", DynamicMaskCall)
 
 
 def prepare_dynamic_mask(call: tuple) -> Prepared:
     """The prepared call of `dynamic_mask_attention`. call: in the order of `DynamicMaskCall`."""
     needs_grad = gradient_needed(*call[:4])
-    signed, found = remembered(_signature, call, needs_grad)
+    signed, found = _find(call, needs_grad)
     if found is not None:
         return found
     *given, sinks, window, backend = call

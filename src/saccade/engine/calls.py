@@ -32,6 +32,14 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in castable else t for t in tensors)
 
 
+def cast(call: tuple) -> tuple:
+    """A call whose first three arguments are query, key and value, cast as by `autocast`; the same tuple if nothing is to be cast."""
+    query = call[0]
+    if not isinstance(query, Tensor) or not _autocasts(query.device.type):
+        return call
+    return (*autocast(*call[:3]), *call[3:])
+
+
 def uncast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """A context without autocast: what a backend in plain torch computes in float32 must stay in float32."""
     kind = tensor.device.type

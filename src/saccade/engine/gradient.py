@@ -18,23 +18,51 @@ from saccade.engine.saved import save, saved
 def function(
     name: str,
     fields: Fields,
-    forward: Callable[..., tuple],
-    backward: Callable[..., tuple],
+    options: int,
+    forward: Callable[[Any, tuple], tuple[tuple, tuple]],
+    backward: Callable[..., tuple[tuple, Tensor | None]],
     unpack: Callable[[Tensor], tuple[Tensor, ...]] | None = None,
 ) -> Any:
-    """An autograd.Function of the fields of a record, then options of its own; its results are out and lse.
+    """An autograd.Function of the fields of a record, then of as many options; its results are out and lse.
 
     Args:
-        forward: `(args, *options) -> (out, lse, *saved)`, where what is saved begins with the output (or None) and lse.
-        backward: `(args, rows, dout, dlse, saved, wanted, *options) -> (*the gradients of rows, the gradient of the extra field)`. wanted: whether
-            the last one is asked for. rows: query, key and value, or the packed tensor.
+        forward: `(args, options) -> ((out, lse), saved)`; what is saved begins with the output, or None.
+        backward: `(args, rows, dout, dlse, saved, wanted, options) -> (the gradients of rows, that of the extra field)`. wanted: whether the last one
+            is asked for. rows: query, key and value, or the packed tensor.
         unpack: of the first argument, if it is one packed tensor: query, key and value.
     """
     rows = 3 if unpack is None else 1
-    whole = fields.whole - 3 + rows
-    tensors, extra = fields.tensors - 3 + rows, fields.extra - 3 + rows
-    same = [(i - 3 + rows, j - 3 + rows) for i, j in fields.same]
-    record, between = fields.record, (None,) * (extra - rows)
+    whole, tensors, extra = (n - 3 + rows for n in (fields.whole, fields.tensors, fields.extra))
+    between, behind = (None,) * (extra - rows), (None,) * (whole - extra - 1 + options)
+    nothing = (*[None] * rows, *between, None, *behind)
+    arguments = _arguments(fields, rows, unpack)
+
+    def run_forward(ctx, *given):
+        chosen = given[whole:]
+        results, kept = forward(arguments(given[:whole]), chosen)
+        save(ctx, *given[:tensors], *kept)
+        ctx.others = given[tensors:whole], chosen
+        ctx.set_materialize_grads(False)
+        return results
+
+    def run_backward(ctx, dout: Tensor | None, dlse: Tensor | None):
+        found, (numbers, chosen) = saved(ctx), ctx.others
+        if dout is None and dlse is None:
+            return nothing
+        args = arguments((*found[:tensors], *numbers))
+        if dout is None:
+            dout = _zeros(args, found[tensors])
+        wanted = found[extra] is not None and ctx.needs_input_grad[extra]
+        gradients, last = backward(args, found[:rows], dout, dlse, found[tensors:], wanted, chosen)
+        return (*gradients, *between, last if wanted else None, *behind)
+
+    methods = {"forward": staticmethod(run_forward), "backward": staticmethod(first_order(run_backward))}
+    return shown_as_ours(types.new_class(name, (torch.autograd.Function,), exec_body=lambda body: body.update(methods)))
+
+
+def _arguments(fields: Fields, rows: int, unpack: Callable[[Tensor], tuple[Tensor, ...]] | None) -> Callable[[tuple], Any]:
+    """The record of what an autograd.Function is given."""
+    record, same = fields.record, [(i - 3 + rows, j - 3 + rows) for i, j in fields.same]
 
     def arguments(given: tuple) -> Any:
         for i, j in same:
@@ -42,27 +70,7 @@ def function(
                 given = (*given[:i], given[j], *given[i + 1 :])
         return record(*given) if unpack is None else record(*unpack(given[0]), *given[1:])
 
-    def run_forward(ctx, *given):
-        out, lse, *kept = forward(arguments(given[:whole]), *given[whole:])
-        save(ctx, *given[:tensors], *kept)
-        ctx.numbers, ctx.options = given[tensors:whole], given[whole:]
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    def run_backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        found = saved(ctx)
-        behind = (None,) * (whole - extra - 1 + len(ctx.options))
-        if dout is None and dlse is None:
-            return (*[None] * rows, *between, None, *behind)
-        args = arguments((*found[:tensors], *ctx.numbers))
-        if dout is None:
-            dout = _zeros(args, found[tensors])
-        wanted = found[extra] is not None and ctx.needs_input_grad[extra]
-        *gradients, last = backward(args, found[:rows], dout, dlse, found[tensors:], wanted, *ctx.options)
-        return (*gradients, *between, last if wanted else None, *behind)
-
-    methods = {"forward": staticmethod(run_forward), "backward": staticmethod(first_order(run_backward))}
-    return shown_as_ours(types.new_class(name, (torch.autograd.Function,), exec_body=lambda body: body.update(methods)))
+    return arguments if same or unpack is not None else lambda given: record(*given)
 
 
 def _zeros(args: Any, out: Tensor | None) -> Tensor:

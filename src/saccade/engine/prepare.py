@@ -54,10 +54,24 @@ TOKENS = Part("type(@), @.shape[1:], @.dtype, @.device")
 OFFSETS = Part("type(@), @.dtype, @.device, @.stride()")
 
 
-def signature(operation: str, record: Any, *relations: str) -> Callable[..., tuple]:
-    """A function that makes the signature of a public call of its arguments, in the order of the record, and of whatever else counts.
+_FIND = """
+def find(call, *others):
+    if traced():
+        return None, None
+    try:
+        {names} = call
+        signature = ({parts}, others)
+        return signature, _PREPARED.get(signature)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # describing the call says what is wrong
+        return None, None
+"""
 
-    It is compiled from text, as the constructor of a NamedTuple is: a loop over the fields would take longer than the rest of a call.
+
+def finder(operation: str, record: Any, *relations: str) -> Callable[..., tuple[Hashable | None, Prepared | None]]:
+    """`(call, *others) -> (signature, prepared call)` for public calls, tuples in the order of a record; others: whatever else counts.
+
+    There is no signature if the call is traced, or if an argument is of the wrong kind, and no prepared call if it is new. The function is compiled from
+    text, as the constructor of a NamedTuple is: a loop over the fields would take longer than the rest of a call.
 
     relations: expressions of the fields that belong to the signature too.
     """
@@ -70,20 +84,9 @@ def signature(operation: str, record: Any, *relations: str) -> Callable[..., tup
             parts.append(f"None if {name} is None else metadata({name})")
         else:  # 1, 1.0 and True are equal, and not the same number
             parts.append(name if kind in (bool, str) else f"{name}, type({name})")
-    text = f"lambda {', '.join(record._fields)}, *others: ({', '.join([*parts, *relations, 'others'])})"
-    return eval(text, {"metadata": metadata})
-
-
-def remembered(make: Callable[..., tuple], call: tuple, *others: Hashable) -> tuple[Hashable | None, Prepared | None]:
-    """(signature, prepared call) of a public call. No signature if the call is traced, or if an argument is of the wrong kind: describing the call says
-    which."""
-    if traced():
-        return None, None
-    try:
-        found = make(*call, *others)
-        return found, _PREPARED.get(found)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-        return None, None
+    made: dict[str, Any] = {}
+    exec(_FIND.format(names=", ".join(record._fields), parts=", ".join([*parts, *relations])), globals(), made)
+    return made["find"]
 
 
 def prepare(

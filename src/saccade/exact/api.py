@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saccade import native
 from saccade.engine.arguments import check_tensors
-from saccade.engine.calls import autocast, draw_seed, gradient_needed, split_mask, uncast
+from saccade.engine.calls import autocast, cast, draw_seed, gradient_needed, split_mask, uncast
 from saccade.engine.dispatch import explain as _explain
 from saccade.engine.first_order import applied
 from saccade.engine.kinds import check_kinds
@@ -147,8 +147,9 @@ def attention(
         found = on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale, lengths)
         if found is not None:
             return found
-    query, key, value = autocast(query, key, value)
-    given = (query, key, value, *call[3:])
+    given = cast(call)
+    if given is not call:
+        query, key, value = given[:3]
     prepared = prepare_attention(given, False)
     if prepared is None:
         query, key, value = broadcast(query, key, value, enable_gqa)

@@ -65,8 +65,8 @@ class Ops:
         stand_in = reference_launchers(attend, rows)
         self.launchers = Alternatives(name, backends, ("reference",), stand_in, self._join).launchers
         self._define(pairs, "Tensor out" if needs_out else "Tensor? out")
-        self.separate = function(functions[0], fields, self._apply, self._apply_backward)
-        self.packed = function(functions[1], fields, self._apply, self._apply_packed_backward, rows.unpack)
+        self.separate = function(functions[0], fields, 2, self._apply, self._apply_backward)
+        self.packed = function(functions[1], fields, 2, self._apply, self._apply_packed_backward, rows.unpack)
 
     def _define(self, pairs: Callable[[Any], int], out: str) -> None:
         self._library, fields, unpack = fragment(), self.fields, self.rows.unpack
@@ -129,17 +129,18 @@ class Ops:
 
     # --- what the Functions call
 
-    def _apply(self, args: Any, backend: str, saves_output: bool) -> tuple:
-        out, lse = self.forward(args, backend)
-        return out, lse, out if saves_output else None, lse
+    def _apply(self, args, options) -> tuple[tuple, tuple]:
+        backend, saves_output = options
+        out, lse = results = self.forward(args, backend)
+        return results, (out if saves_output else None, lse)
 
-    def _apply_backward(self, args, rows, dout, dlse, kept, wanted, backend, saves_output) -> tuple:
-        out, lse = kept
-        return self.backward(args, dout, dlse, out, lse, wanted, backend)
+    def _apply_backward(self, args, rows, dout, dlse, kept, wanted, options) -> tuple[tuple, Tensor | None]:
+        dq, dk, dv, dbias = self.backward(args, dout, dlse, kept[0], kept[1], wanted, options[0])
+        return (dq, dk, dv), dbias
 
-    def _apply_packed_backward(self, args, rows, dout, dlse, kept, wanted, backend, saves_output) -> tuple:
-        out, lse = kept
-        return self.packed_backward(rows[0], args, dout, dlse, out, lse, wanted, backend)
+    def _apply_packed_backward(self, args, rows, dout, dlse, kept, wanted, options) -> tuple[tuple, Tensor | None]:
+        dqkv, dbias = self.packed_backward(rows[0], args, dout, dlse, kept[0], kept[1], wanted, options[0])
+        return (dqkv,), dbias
 
     # --- implementations of the ops, and their fakes
 

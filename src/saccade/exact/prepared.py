@@ -6,13 +6,13 @@ from torch import Tensor
 
 from saccade.engine.calls import gradient_needed
 from saccade.engine.kinds import check_kinds
-from saccade.engine.prepare import Prepared, prepare, remembered, signature
+from saccade.engine.prepare import Prepared, finder, prepare
 from saccade.engine.problem import replayed
 from saccade.exact.args import AttentionCall
 from saccade.exact.backends import BACKENDS
 from saccade.exact.problem import describe_attention, must_broadcast
 
-_signature = signature("attention", AttentionCall)
+_find = finder("attention", AttentionCall)
 
 
 def prepare_attention(call: tuple, packed: bool) -> Prepared | None:
@@ -20,10 +20,8 @@ def prepare_attention(call: tuple, packed: bool) -> Prepared | None:
 
     call: in the order of `AttentionCall`.
     """
-    query = call[0]
-    needs_grad = gradient_needed(*call[:4])
-    again = isinstance(query, Tensor) and replayed(query)
-    signed, found = remembered(_signature, call, packed, needs_grad, again)
+    needs_grad, query = gradient_needed(*call[:4]), call[0]
+    signed, found = _find(call, packed, needs_grad, isinstance(query, Tensor) and replayed(query))
     if found is not None:
         return found
     given = AttentionCall(*call)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.arguments import check_tensors
-from saccade.engine.calls import autocast, draw_seed, split_mask, uncast
+from saccade.engine.calls import cast, draw_seed, split_mask, uncast
 from saccade.engine.first_order import applied
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.sharded import BHTD, call_on_shards, is_dtensor, placed
@@ -147,8 +147,9 @@ def nm_sparse_attention(
         check_tensors(query, key, value)
         shapes = (*query.shape[:3], value.shape[-1]), query.shape[:3]
         return call_on_shards(nm_sparse_attention, _PLACED, call, (BHTD, BHTD), shapes)
-    query, key, value = autocast(query, key, value)
-    prepared = prepare_nm_sparse((query, key, value, *call[3:]))
+    call = cast(call)
+    query, key, value = call[:3]
+    prepared = prepare_nm_sparse(call)
     problem, chosen = prepared.problem, prepared.backend
     mask, bias = split_mask(problem, attn_mask)
     if lengths is not None:

@@ -122,17 +122,19 @@ _FORWARD = register(_library, "nm_sparse_forward", _forward, _fake_forward, _for
 _BACKWARD = register(_library, "nm_sparse_backward", _backward, _fake_backward, _backward_flops)
 
 
-def _apply(args: NMSparseArgs, backend: str, stores: bool) -> tuple[Tensor | None, ...]:
+def _apply(args: NMSparseArgs, options: tuple) -> tuple[tuple, tuple]:
+    backend, stores = options
     out, lse, kept = forward(args, stores, backend)
-    return out, lse, out, lse, kept if stores else None
+    return (out, lse), (out, lse, kept if stores else None)
 
 
-def _apply_backward(args, rows, dout, dlse, saved, wanted, backend, stores) -> tuple[Tensor, ...]:
-    out, lse, kept = saved
+def _apply_backward(args, rows, dout, dlse, saved, wanted, options) -> tuple[tuple, Tensor]:
+    (out, lse, kept), (backend, _) = saved, options
     if kept is None:
         *_, kept = forward(args, True, backend)
-    return backward(args, dout, dlse, out, lse, kept, wanted, backend)
+    *gradients, dbias = backward(args, dout, dlse, out, lse, kept, wanted, backend)
+    return tuple(gradients), dbias
 
 
 # `(out, lse) = nm_sparse_attention(query, key, value)`, differentiated with the selection that this forward made
-NMSparse = function("NMSparse", _FIELDS, _apply, _apply_backward)
+NMSparse = function("NMSparse", _FIELDS, 2, _apply, _apply_backward)

@@ -17,16 +17,16 @@ from saccade.exact.varlen.op import OPS
 
 _INPUTS = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
 _NAMES = VarlenCall._fields
-# what follows the probability of dropout
-_options = itemgetter(*[i for i, name in enumerate(_NAMES) if i > _NAMES.index("dropout_p") and name != "attn_bias"])
+_first = itemgetter(*map(_NAMES.index, ("max_seqlen_q", "max_seqlen_k", *_INPUTS, "dropout_p")))
+# what follows the alignment of a causal mask
+_options = itemgetter(*[i for i, name in enumerate(_NAMES) if i > _NAMES.index("causal") and name != "attn_bias"])
 
 
 def call_of(call: tuple, qkv: Tensor | None) -> tuple:
     """A call in the order of `VarlenCall`, without a bias, as C++ looks it up: the longest lengths first, which are no part of what it is remembered
     by; then its tensors, or `qkv` and one cu_seqlens; then its options."""
-    causal, *options = _options(call)
-    tensors = call[:5] if qkv is None else (qkv, call[3])
-    return (*call[5:7], *tensors, call[7], ALIGNMENTS[causal], *options)
+    first = _first(call) if qkv is None else (call[5], call[6], qkv, call[3], call[7])
+    return (*first, ALIGNMENTS[call[8]], *_options(call))
 
 
 def made(call: tuple) -> Tensor | None:

@@ -10,9 +10,9 @@ from typing import Literal, overload
 from torch import Tensor
 
 from saccade.engine.arguments import check_flag, check_tensors
-from saccade.engine.calls import autocast, draw_seed, gradient_needed, uncast
+from saccade.engine.calls import autocast, cast, draw_seed, gradient_needed, uncast
 from saccade.engine.first_order import applied
-from saccade.engine.prepare import Prepared, prepare, remembered, signature, traced
+from saccade.engine.prepare import Prepared, finder, prepare, traced
 from saccade.engine.sharded import HEADS, Dims, call_on_shards, is_dtensor, placed
 from saccade.errors import InvalidArgument
 from saccade.exact.varlen import again
@@ -25,7 +25,7 @@ _BIAS = VarlenCall._fields.index("attn_bias")
 _OUTPUTS = Dims(None, 1), HEADS
 _PLACED = placed(VarlenCall)
 _PACKED_PLACED = placed(VarlenPackedCall)
-_signature = signature(
+_find = finder(
     "attention_varlen",
     VarlenCall,
     "key.shape[0] == value.shape[0]",
@@ -144,7 +144,7 @@ def attention_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias, return_lse,
         backend,
     )  # fmt: skip
-    return _attention_on_shards(call) if sharded else attend(_cast(call))
+    return _attention_on_shards(call) if sharded else attend(cast(call))
 
 
 @overload
@@ -231,12 +231,8 @@ def _attention_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:
     if not query.dim() == key.dim() == value.dim() == 3:
         raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [T, H, D], as key and value")
     shapes = (*query.shape[:2], value.shape[2]), (query.shape[1], query.shape[0])
-    return call_on_shards(lambda **given: attend(_cast(VarlenCall(**given))), _PLACED, call, _OUTPUTS, shapes)
 
-
-def _cast(call: tuple) -> tuple:
-    """The call with its tensors in the dtype of autocast."""
-    return (*autocast(*call[:3]), *call[3:])
+    return call_on_shards(lambda **given: attend(cast(VarlenCall(**given))), _PLACED, call, _OUTPUTS, shapes)
 
 
 def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -272,14 +268,13 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
 
 def _prepare(call: tuple, packed: bool) -> Prepared:
     """The prepared call, remembered by everything but the numbers of tokens and sequences, which change from batch to batch."""
-    given = VarlenCall(*call)
-    query, offsets = given.query, (given.cu_seqlens_q, given.cu_seqlens_k)
-    needs_grad = gradient_needed(query, given.key, given.value, given.attn_bias)
-    readable = isinstance(query, Tensor) and on_the_host(query, *offsets)
-    signed, found = remembered(_signature, call, needs_grad, packed, readable)
+    query, key, value, cu_seqlens_q, cu_seqlens_k = call[:5]
+    needs_grad = gradient_needed(query, key, value, call[_BIAS])
+    readable = isinstance(query, Tensor) and on_the_host(query, cu_seqlens_q, cu_seqlens_k)
+    signed, found = _find(call, needs_grad, packed, readable)
     if found is not None:
         return found
-    return prepare(signed, describe_varlen, (*call[:-1], needs_grad, packed, readable), BACKENDS, given.backend)
+    return prepare(signed, describe_varlen, (*call[:-1], needs_grad, packed, readable), BACKENDS, call[-1])
 
 
 def _causal(is_causal: bool) -> int:
