@@ -22,6 +22,8 @@ saccade::dynamic_mask_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse
 saccade::dynamic_mask_forward(Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, SymInt keep, bool is_causal, float scale, str backend) -> (Tensor, Tensor)
 saccade::dynamic_mask_intervals(Tensor key_scores, SymInt keep, SymInt q_len, bool is_causal, Tensor? lengths, Tensor? document_ids, SymInt sinks=0, SymInt window=0) -> (Tensor, Tensor)
 saccade::dynamic_mask_kept(Tensor key_scores, int keep, int q_len, bool is_causal, Tensor? lengths, Tensor? document_ids, int sinks=0, int window=0) -> Tensor
+saccade::joined_linear(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor
+saccade::joined_matmul(Tensor x, Tensor[] weights) -> Tensor
 saccade::lse_backward(Tensor? dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? added, Tensor lse, bool is_causal, float scale, bool added_grad) -> (Tensor, Tensor, Tensor, Tensor)
 saccade::nm_sparse_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor kept, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? block_mask, Tensor? seed, int pattern_n, int pattern_m, float dropout_p, bool is_causal, float scale, bool bias_grad, str backend, int dense_first=0, int dense_recent=0) -> (Tensor, Tensor, Tensor, Tensor)
 saccade::nm_sparse_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? block_mask, Tensor? seed, int pattern_n, int pattern_m, float dropout_p, bool is_causal, float scale, bool stores, str backend, int dense_first=0, int dense_recent=0) -> (Tensor, Tensor, Tensor)
