@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 TABLE ?=
+K ?=
 ARGS ?=
 DOCS := .venv-docs
 
-.PHONY: demo test test-all test-gpu peers lint bench docs setup clean
+.PHONY: demo test test-all test-gpu kernel peers lint bench docs setup clean
 
 demo: $(STAMP)
 	$(BIN)/saccade demo
@@ -21,6 +22,10 @@ test-all: lint
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -n 8 --dist loadgroup
+
+# one kernel in under a minute: its contract in one dtype, its binaries and, on a GPU, its times before and after
+kernel: $(STAMP)
+	$(BIN)/python -m tools.kernel "$(K)" $(ARGS)
 
 # the suites of other projects, from ../peers/<name>, with and without our functions in place of theirs
 peers: $(STAMP)

@@ -1,15 +1,17 @@
-"""Puts the benchmark tables into the wheel, for `saccade bench`: without what was measured, and without what trains models."""
+"""Puts the benchmark tables into the wheel, for `saccade bench`: the runner, the tables and what they import. Makes the README's links absolute for an
+index, which shows it without the repository around it."""
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-
-PATTERNS = ("*.py", "tables/*.py", "paper/*.csv")
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 class Tables(BuildHookInterface):
@@ -29,9 +31,45 @@ class Tables(BuildHookInterface):
             ]
 
 
+class Readme(MetadataHookInterface):
+    """config: `pages` and `files`, the addresses of pages and of raw files."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set the readme of an index."""
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        absolute = with_addresses(text, self.config["pages"], self.config["files"])
+        metadata["readme"] = {"content-type": "text/markdown", "text": absolute}
+
+
+def with_addresses(text: str, pages: str, files: str) -> str:
+    """A page whose relative links and pictures are absolute."""
+    text = re.sub(r"(\]\()(?!https?:|#)", rf"\g<1>{pages}", text)
+    return re.sub(r'((?:src|srcset)=")(?!https?:)', rf"\g<1>{files}", text)
+
+
 def tables(folder: Path) -> list[Path]:
-    """The files of the tables: in a checkout those that git knows, so that nobody's own experiments go into a wheel."""
-    found = sorted(path for pattern in PATTERNS for path in folder.glob(pattern))
+    """The runner, the tables and what they import: in a checkout those that git knows, so that nobody's own experiments go into a wheel."""
+    found, pending = set(), [folder / "run.py", *folder.glob("tables/*.py")]
+    while pending:
+        path = pending.pop()
+        if path not in found:
+            found.add(path)
+            pending += [named for name in imported(path) if (named := folder / f"{name}.py").is_file()]
+    return _known_to_git(folder, sorted(found))
+
+
+def imported(path: Path) -> set[str]:
+    """The first part of each module name that a file imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def _known_to_git(folder: Path, found: list[Path]) -> list[Path]:
     if not (folder.parent / ".git").exists():  # a source distribution
         return found
     known = _ls_files(folder)

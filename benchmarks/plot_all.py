@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE / "learning"), str(HERE / "quality")]
+sys.path[:0] = [str(HERE), *(str(HERE.parent / "experiments" / name) for name in ("learning", "quality"))]
 
 import curves  # noqa: E402
 import language_curves  # noqa: E402

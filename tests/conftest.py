@@ -29,8 +29,8 @@ import saccade.dynamic_mask.gather.launchers  # noqa: E402
 import saccade.exact.short.launchers  # noqa: E402
 import saccade.nm_sparse.masked.launchers  # noqa: E402, F401
 
-# the contracts are a package of this folder, imported by name and with readable assertions
-sys.path.insert(0, str(Path(__file__).parent))
+# the contracts are a package of this folder, imported by name and with readable assertions; `tools` lies beside it
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 pytest.register_assert_rewrite("contracts.exact", "contracts.dynamic_mask", "contracts.nm_sparse")
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):

@@ -8,6 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
+from contracts.dynamic_mask import DynamicMaskContract
+from contracts.exact import AttentionContract
+from contracts.nm_sparse import NMSparseContract
+from contracts.opt_outs import OPT_OUTS
+from contracts.varlen import VarlenContract
 
 import saccade.exact.api
 
@@ -22,6 +27,7 @@ FAMILIES = {
     "nm_sparse": ("masked", "fused", "staged"),
 }
 DEVICE_PACKAGES = ("triton", "cuda")
+CONTRACTS = (AttentionContract, VarlenContract, DynamicMaskContract, NMSparseContract)
 OPTIONAL = ("triton", "cuda", "typer", "rich", "platformdirs", "transformers", "timm", "matplotlib", "pytest", "hypothesis")
 
 
@@ -268,13 +274,21 @@ def test_files_stay_small(path):
     assert lines <= (700 if is_device_code(path) else 400), f"{path} has {lines} lines"
 
 
+def test_files_of_the_tools_stay_small():
+    for path in (ROOT / "tools").rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 400, path
+
+
+def test_the_package_imports_nothing_that_stays_in_a_checkout():
+    for path in FILES:
+        assert not reaches(imports(path), "tools", "tests", "benchmarks", "experiments", "contracts"), path
+
+
 def test_no_assert_on_what_users_give():
     for name in ("engine/arguments.py", "engine/problem.py", "engine/dispatch.py", *(f"{wing}/problem.py" for wing in WINGS)):
         assert not [n for n in ast.walk(parsed(Path(name))) if isinstance(n, ast.Assert)], name
 
 
-# whatever a random problem raises is what is looked for, and is reported
-SEARCHES = {Path("cli/soak/judged.py")}
 # each part of Triton's compiler has errors of its own, so all are caught and raised again as an error of ours
 FOREIGN_COMPILERS = {Path("launch/triton.py")}
 
@@ -286,8 +300,6 @@ def test_no_blanket_except():
                 caught = ast.unparse(node.type) if node.type else "everything"
                 if path in FOREIGN_COMPILERS and caught == "Exception":
                     assert isinstance(node.body[-1], ast.Raise), path
-                    continue
-                if path in SEARCHES and caught == "Exception":
                     continue
                 assert caught not in ("everything", "Exception", "BaseException"), path
 
@@ -303,9 +315,10 @@ def test_every_module_and_public_function_has_a_docstring():
                     assert ast.get_docstring(node), f"{path}: {node.name}"
 
 
-PAGES = [p for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *SRC.rglob("*.md")) if p.name != "CHANGELOG.md"]
+FOLDERS = (ROOT / "docs", ROOT / "tools", ROOT / "experiments", SRC)
+PAGES = [p for p in (*ROOT.glob("*.md"), *(p for folder in FOLDERS for p in folder.rglob("*.md"))) if p.name != "CHANGELOG.md"]
 A_PATH = re.compile(
-    r"`((?:src|tests|benchmarks|docs|examples|kernels|reference|testing)/[\w./-]+)`|\]\(((?!http|#|mailto)[^)#\s]+)"
+    r"`((?:src|tests|tools|benchmarks|experiments|docs|examples|kernels|reference|testing)/[\w./-]+)`|\]\(((?!http|#|mailto)[^)#\s]+)"
 )
 
 
@@ -315,6 +328,24 @@ def test_pages_mention_paths_that_exist(page):
         mentioned = match[1] or match[2]
         places = (ROOT / mentioned, SRC / mentioned, page.parent / mentioned)
         assert any(p.exists() for p in places), f"{page.name} mentions {mentioned}"
+
+
+def test_backends_opt_out_of_their_contracts_in_one_place():
+    """A class that inherits a contract sets `backend` and what is its own: neither another value of the contract, nor None for a test."""
+    used = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            name = f"{path.relative_to(ROOT / 'tests').as_posix()}::{node.name}"
+            decorators = [ast.unparse(d) for d in node.decorator_list if "opted_out" in ast.unparse(d)]
+            assert decorators in ([], [f"opted_out({name!r})"]), name
+            used |= {name} if decorators else set()
+            if any("Contract" in ast.unparse(base) for base in node.bases):
+                targets = {ast.unparse(t) for line in node.body if isinstance(line, ast.Assign) for t in line.targets}
+                taken = {t for t in targets if t.startswith("test_") or any(t in vars(contract) for contract in CONTRACTS)}
+                assert not taken, f"{name} sets {taken}; tests/contracts/opt_outs.py is the place for it"
+    assert used == set(OPT_OUTS)
 
 
 def test_tests_mirror_the_source():

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 import saccade
 from saccade.cli.app import app
+from tools.soak.__main__ import app as soak
 
 CALLS = bad_arguments.calls()
 # what is typed in the place of a value of any option
@@ -81,6 +82,7 @@ def test_bad_arguments(name):
 
 
 COMMANDS = typer.main.get_command(app)
+COMMANDS.add_command(typer.main.get_command(soak), "soak")
 
 
 def options_of(command):
@@ -110,7 +112,7 @@ def test_bad_options(command):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("command", "option"), BAD_ALONE)
 def test_bad_values_of_what_lasts_are_refused(command, option, monkeypatch, tmp_path):
-    for started in ("saccade.cli.soak.run._soak", "saccade.cli.time._inputs", "saccade.cli.demo.interpreter.sentences"):
+    for started in ("tools.soak.run._soak", "saccade.cli.time._inputs", "saccade.cli.demo.interpreter.sentences"):
         monkeypatch.setattr(started, lambda *given: pytest.fail(f"began with {word!r}"))
     monkeypatch.chdir(tmp_path)
     for word in BAD_ALONE[command, option]:

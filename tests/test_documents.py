@@ -20,7 +20,7 @@ IMAGE = re.compile(r"\b(?:src|srcset)=\"([^\"]+)\"")
 SHOWN = re.compile(r"^!\[[^\]]+\]\((?:\.\./)+(benchmarks/results/[^)]+)\)\n\n\*([^*\n]+)\*", re.MULTILINE)
 REPOSITORY = "https://github.com/saccade-attention/saccade"
 RAW = "https://raw.githubusercontent.com/saccade-attention/saccade/main/"
-MOST_WORDS = 500
+MOST_WORDS = 520
 
 
 def blocks(path: Path) -> list[tuple[int, str]]:
@@ -79,11 +79,11 @@ def test_the_readme_is_read_in_a_minute_and_anywhere():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     head = text[: text.index("\n|")]
     assert len(head.split()) <= MOST_WORDS
-    # a package index shows it without the repository around it
     images = IMAGE.findall(text)
     assert len(images) == 2  # light and dark
-    assert all(link.startswith("https://") for link in [*LINK.findall(text), *images])
-    assert all((ROOT / image.removeprefix(RAW)).is_file() for image in images)
+    # they work in a clone; a package index, which shows the page without the repository around it, gets them absolute
+    assert all((ROOT / image).is_file() for image in images)
+    assert not [link for link in LINK.findall(text) if link.startswith(REPOSITORY)]
 
 
 def test_every_plot_is_shown():

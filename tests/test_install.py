@@ -21,6 +21,7 @@ import torch
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
+REPOSITORY = "https://github.com/saccade-attention/saccade"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {"": [], **PROJECT["optional-dependencies"]}
 IN_DEMO = {"", "hf", "bench"}  # resolved with it; each resolution takes pip ten seconds
@@ -148,8 +149,8 @@ def published(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.fixture
 def hook(monkeypatch):
     """hatch_build.py, without hatchling, which is installed where something is built."""
-    interface = "hatchling.builders.hooks.plugin.interface"
-    monkeypatch.setitem(sys.modules, interface, SimpleNamespace(BuildHookInterface=object))
+    for module, name in (("builders.hooks", "BuildHookInterface"), ("metadata", "MetadataHookInterface")):
+        monkeypatch.setitem(sys.modules, f"hatchling.{module}.plugin.interface", SimpleNamespace(**{name: object}))
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
@@ -159,8 +160,9 @@ def hook(monkeypatch):
 def test_only_tables_that_git_knows_go_into_a_wheel(hook, tmp_path):
     folder = tmp_path / "benchmarks"
     (folder / "tables").mkdir(parents=True)
-    for name in ("run.py", "tables/ours.py", "results.txt", "zz_local.py", "tables/mine.py"):
+    for name in ("run.py", "tables/ours.py", "results.txt", "zz_local.py", "tables/mine.py", "plot_all.py"):
         (folder / name).write_text("")
+    (folder / "run.py").write_text("import os\n\ndef main():\n    from zz_local import draw\n")  # plot_all.py is imported by none
     names = lambda: [p.relative_to(folder).as_posix() for p in hook.tables(folder)]  # noqa: E731
     assert names() == ["run.py", "tables/mine.py", "tables/ours.py", "zz_local.py"]  # a source distribution, without .git
     git = ["git", "-C", str(tmp_path), "-c", "safe.directory=*"]
@@ -182,6 +184,7 @@ def test_a_file_under_src_that_git_does_not_know_is_left_out(hook, tmp_path):
     (tmp_path / "benchmarks").mkdir()
     for name in ("ours.py", "mine.py", "ignored.log"):
         (package / name).write_text("")
+    (tmp_path / "benchmarks" / "run.py").write_text("")
     build.initialize("standard", {"force_include": {}})  # a source distribution, without .git
     assert target["exclude"] == ["*.tmp"]
     git = ["git", "-C", str(tmp_path), "-c", "safe.directory=*"]
@@ -209,7 +212,11 @@ def test_the_wheel_holds_the_package_and_what_an_index_shows(published, hook):
     assert any(name.endswith(".cu") for name in names)
     assert re.search("^Name: saccade-attention$", metadata, re.MULTILINE)
     assert "Project-URL: Source, https://github.com/" in metadata
-    assert (ROOT / "README.md").read_text(encoding="utf-8").strip() in metadata
+    addresses = REPOSITORY + "/blob/main/", "https://raw.githubusercontent.com/saccade-attention/saccade/main/"
+    readme = hook.with_addresses((ROOT / "README.md").read_text(encoding="utf-8"), *addresses)
+    assert readme.strip() in metadata
+    assert not [link for link in re.findall(r"\]\(([^)]+)\)", readme) if not link.startswith("https://")]
+    assert not [link for link in re.findall(r'(?:src|srcset)="([^"]+)"', readme) if not link.startswith("https://raw.")]
     with tarfile.open(source) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert held >= {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "tests/conftest.py", "benchmarks/run.py"}

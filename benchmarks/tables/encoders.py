@@ -6,8 +6,8 @@ AdamW and dropout as configured. Problems name the dtype of the weights, or auto
 
 Backends: `stock` is transformers with attn_implementation="sdpa"; `stock_captured` the same padded forward from CUDA graphs, one for each shape, widths
 in steps of 16; `stock_compiled` torch.compile(dynamic=True); `varlen_unpadded` packs by hand and calls torch's varlen_attn; `saccade` is stock after
-`saccade.optimize`. Training: `stock` and `saccade` call fused AdamW from Python, outside of any graph; `stock_captured` and `saccade_captured` have
-the whole step in a graph (`handle.capture`), AdamW with capturable=True.
+`saccade.optimize`, and `saccade_fused` after `saccade.optimize(model, fuse=True)`. Training: `stock` and `saccade` call fused AdamW from Python, outside of any graph; `stock_captured` and `saccade_captured` have
+the whole step in a graph (`handle.capture`), AdamW with capturable=True; `saccade_fused_captured` has its layers compiled besides.
 
 Rows of strings (`--rows strings`) are those of `encoder_strings`: `encode` and `predict` from strings to results on the host.
 
@@ -129,37 +129,40 @@ def run(writer: Writer, repeat_ms: int, rows: list[str] | None = None) -> None:
 
 def _measure_forward(writer: Writer, case: Case, repeat_ms: int) -> str:
     batches = case.batches()
-    calls, handle = _forward_calls(case, batches)
+    calls, handles = _forward_calls(case, batches)
     _check(case, {name: call() for name, call in calls.items()})
     times = throughput_in_turns(calls, DEVICE, ROUNDS, repeat_ms)
-    said = _write(writer, case, batches, times, calls, handle)
-    handle.restore()
+    said = _write(writer, case, batches, times, calls, handles)
+    for one in handles.values():
+        one.restore()
     return said
 
 
 def _measure_training(writer: Writer, case: Case, repeat_ms: int) -> str:
     batches, calls = case.batches(), {}
     handles = {}
-    for name in ("stock", "saccade", "saccade_captured", *case.peers):
-        model = Head(case.model()[0].auto_model, name == "saccade" or name == "saccade_captured")
+    for name in ("stock", "saccade", "saccade_captured", "saccade_fused_captured", *case.peers):
+        model = Head(case.model()[0].auto_model, name.startswith("saccade"))
         if model.is_ours:
-            handles[name] = saccade.optimize(model)
+            handles[name] = saccade.optimize(model, fuse="fused" in name)
         step = _step(case, model, "captured" in name)
-        if name == "saccade_captured":
+        if model.is_ours and "captured" in name:
             step = handles[name].capture(step)
         elif name == "stock_captured":
             step = captured_step(step, batches[0], DEVICE)
         calls[name] = lambda step=step: step(batches[0])
-        for _ in range(3):
+        for _ in range(4):
             calls[name]()
     times = throughput_in_turns(calls, DEVICE, ROUNDS, repeat_ms)
-    said = _write(writer, case, batches, times, calls, handles["saccade"])
+    said = _write(writer, case, batches, times, calls, handles)
     for handle in handles.values():
         handle.restore()
     return said
 
 
-def _write(writer: Writer, case: Case, batches: list[Padded], times: dict[str, Any], calls: dict[str, Any], handle: Any) -> str:
+def _write(
+    writer: Writer, case: Case, batches: list[Padded], times: dict[str, Any], calls: dict[str, Any], handles: dict[str, Any]
+) -> str:
     real = sum(int(batch["attention_mask"].sum()) for batch in batches)
     places = sum(batch["attention_mask"].numel() for batch in batches)
     problem = f"{case.architecture.name} B={case.batch} {'passages' if case.passages else 'sentences'}={case.texts}"
@@ -168,8 +171,10 @@ def _write(writer: Writer, case: Case, batches: list[Padded], times: dict[str, A
     for name, timing in times.items():
         busy = kernel_time(calls[name], DEVICE)
         note = [f"{1e3 * case.texts / timing.p50:.0f} texts/s"] + ([f"kernels {busy:.4g} ms"] if busy else [])
-        if name == "saccade":
-            graphs = handle.served[0].graphs.values()
+        if name in handles:
+            graphs = handles[name].served[0].graphs.values()
+            fusion = handles[name].served[0].fusion
+            note += [f"compiled in {fusion.seconds:.0f} s"] if fusion is not None else []
             note.append(f"{len(graphs)} graphs, {sum(g.bytes for g in graphs) / 2**20:.0f} MiB")
         writer.add(Row("encoders", problem, name, case.direction, case.dtype, *timing, note="; ".join(note)))
     gains = ", ".join(f"{name} x{times['stock'].p50 / t.p50:.2f}" for name, t in times.items() if name != "stock")
@@ -186,13 +191,14 @@ def _check(case: Case, found: dict[str, Any]) -> None:
             )
 
 
-def _forward_calls(case: Case, batches: list[Padded]) -> tuple[dict[str, Callable[[], Tensor]], Any]:
-    """What is timed by backend, and the handle of ours."""
-    ours, theirs = case.model(), case.model()
-    handle = saccade.optimize(ours)
+def _forward_calls(case: Case, batches: list[Padded]) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Any]]:
+    """What is timed by backend, and the handles of ours."""
+    ours, fused, theirs = case.model(), case.model(), case.model()
+    handles = {"saccade": saccade.optimize(ours), "saccade_fused": saccade.optimize(fused, fuse=True)}
     embeds: dict[str, Callable[[Padded], Tensor]] = {
         "stock": lambda batch: theirs(_there(batch))["sentence_embedding"],
         "saccade": lambda batch: ours(dict(batch))["sentence_embedding"],
+        "saccade_fused": lambda batch: fused(dict(batch))["sentence_embedding"],
     }
     for name in case.peers:
         model = case.model()
@@ -213,7 +219,7 @@ def _forward_calls(case: Case, batches: list[Padded]) -> tuple[dict[str, Callabl
 
         return run
 
-    return {name: call(embed) for name, embed in embeds.items()}, handle
+    return {name: call(embed) for name, embed in embeds.items()}, handles
 
 
 def _there(batch: Padded) -> Padded:

@@ -6,6 +6,7 @@ from saccade.dynamic_mask.api import dynamic_mask_attention, expiry
 from saccade.dynamic_mask.decode.cache import DynamicMaskCache
 from saccade.encoders.optimize import optimize
 from saccade.engine import mkl as _mkl
+from saccade.engine.disabled import disabled
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention, attention_qkvpacked, explain
 from saccade.exact.varlen.api import attention_varlen, attention_varlen_qkvpacked
@@ -29,6 +30,7 @@ __all__ = [
     "attention_qkvpacked",
     "attention_varlen",
     "attention_varlen_qkvpacked",
+    "disabled",
     "dynamic_mask_attention",
     "expiry",
     "explain",

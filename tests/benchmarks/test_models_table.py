@@ -88,8 +88,9 @@ def test_a_wrong_output_is_never_timed(unpadded, table, load, monkeypatch, tmp_p
         _mask, *rest = others
         return before(query, key, value, None, *rest, backend="auto")
 
-    def swaps_values(query, key, value, *others):
-        return before(query, key, value.roll(1, 0), *others)
+    def swaps_values(call, *others):
+        query, key, value, *rest = call
+        return before((query, key, value.roll(1, 0), *rest), *others)
 
     wrong = swaps_values if unpadded else lambda *given, backend: forgets_the_mask(*given)
     monkeypatch.setattr(module, name, wrong)

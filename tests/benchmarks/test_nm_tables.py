@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "quality")]
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "experiments" / "quality")]
 
 import finetune  # noqa: E402
 import minilm  # noqa: E402

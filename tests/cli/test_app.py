@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from saccade import InvalidArgument, SaccadeError, __version__
 from saccade.cli.app import app
-from saccade.cli.bench import about, find_benchmarks, tables_in
 from saccade.cli.explain import Call, answer, problem_of
 from saccade.cli.info import backends_on, nvrtc_lines
+from saccade.cli.tables import about, find_benchmarks, tables_in
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def test_info_as_json():
     assert set(cpu["backends"]["attention"]) == {"short", "volta", "volta_fp16", "long", "ragged", "sdpa", "reference"}
     assert cpu["backends"]["dynamic_mask_attention"]["gather_torch"] == []
     assert set(cpu["backends"]["dynamic_mask_attention"]) == {"gather", "gather_cpp", "gather_torch", "reference"}
-    assert set(report["caches"]) == {"triton", "nvrtc"}
+    assert set(report["caches"]) == {"triton", "nvrtc", "native"}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,17 @@ def test_info_asks_each_backend_about_a_call_that_it_is_for(arch, runs, monkeypa
 
 def test_info_as_tables():
     out = run("info").stdout
-    for word in ("Versions", "Backends", "short", "sdpa", "reference", "NVRTC", "triton cache", "nvrtc cache"):
+    for word in (
+        "Versions",
+        "dynamic_mask_attention",
+        "short",
+        "sdpa",
+        "reference",
+        "NVRTC",
+        "triton cache",
+        "nvrtc cache",
+        "native cache",
+    ):
         assert word in out
 
 
@@ -83,11 +93,44 @@ def test_info_says_what_compiles_cuda_and_what_is_missing():
 def test_cache_says_what_lies_there_and_deletes_it(tmp_path, monkeypatch):
     monkeypatch.setenv("SACCADE_CACHE_DIR", str(tmp_path))
     kept = tmp_path / "nvrtc" / "entries" / "ab" / ("0" * 62)
-    kept.parent.mkdir(parents=True)
-    kept.write_bytes(b"0" * 2**20)
-    assert run("cache").stdout == f"{tmp_path / 'nvrtc'}: 1 kernel, 1.0 MiB\n"
-    assert run("cache", "--clear").stdout == f"{tmp_path / 'nvrtc'}: deleted 1 kernel, 1.0 MiB\n"
-    assert run("cache").stdout == f"{tmp_path / 'nvrtc'}: 0 kernels, 0.0 MiB\n"
+    library, stranger = tmp_path / "native" / f"saccade_calls-{'0' * 32}.so", tmp_path / "native" / "other.so"
+    for path in (kept, library, stranger):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"0" * 2**20)
+    one = f"{tmp_path / 'nvrtc'}: {{}}1 kernel from CUDA C++, 1.0 MiB\n{tmp_path / 'native'}: {{}}1 library from C++, 1.0 MiB\n"
+    assert run("cache").stdout == one.format("", "")
+    assert run("cache", "--clear").stdout == one.format("deleted ", "deleted ")
+    assert run("cache").stdout.count(": 0 ") == 2
+    assert stranger.exists()
+
+
+TORCHLESS = """
+import sys
+import saccade_command
+sys.modules["torch"] = None  # an import of it would fail
+sys.argv = ["saccade", *{words}]
+saccade_command.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--version"], __version__),
+        (["cache"], "libraries from C++"),
+        (["bench"], "short_full"),
+        (["bench", "nosuch"], "there is no table 'nosuch'"),
+        (["time", "--mask", "rows"], "'lengths'"),
+        (["verify", "--op", "x"], "'attention_varlen'"),
+        (["explain", "--dtype", "int8"], "'bf16'"),
+        (["explain", "--arch", "12"], "80 for sm_80"),
+    ],
+    ids=" ".join,
+)
+def test_answered_without_torch(words, said):
+    done = subprocess.run([sys.executable, "-c", TORCHLESS.format(words=words)], capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if words[-1] in ("--version", "cache", "bench") else 2), done.stderr
+    assert said in done.stdout + done.stderr
 
 
 def test_explain_on_the_cpu():
@@ -222,7 +265,7 @@ def test_problem_allocates_nothing():
 def package(tmp_path, monkeypatch):
     """The folder in which the imported package is said to lie, which belongs to no checkout."""
     found = tmp_path / "site" / "saccade"
-    monkeypatch.setattr("saccade.cli.bench.__file__", str(found / "cli" / "bench.py"))
+    monkeypatch.setattr("saccade.cli.tables.__file__", str(found / "cli" / "bench.py"))
     monkeypatch.chdir(tmp_path)
     return found
 
@@ -265,7 +308,7 @@ def test_bench_runs_nothing_of_the_working_folder(package, tmp_path, monkeypatch
 
 def test_bench_lists_tables_and_refuses_others(tmp_path, monkeypatch):
     tables = checkout(tmp_path, "short_full.py", "short_pooling.py", "__init__.py")
-    monkeypatch.setattr("saccade.cli.bench.__file__", str(tmp_path / "src" / "saccade" / "cli" / "bench.py"))
+    monkeypatch.setattr("saccade.cli.tables.__file__", str(tmp_path / "src" / "saccade" / "cli" / "bench.py"))
     assert find_benchmarks() == tables.parent
     assert tables_in(find_benchmarks()) == ["short_full", "short_pooling"]
     printed = run("bench").stdout
@@ -280,8 +323,8 @@ def test_bench_needs_a_gpu(tmp_path, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("saccade.cli.bench.find_benchmarks", lambda: tmp_path)
-    monkeypatch.setattr("saccade.cli.bench.tables_in", lambda folder: ["short_full"])
+    monkeypatch.setattr("saccade.cli.tables.find_benchmarks", lambda: tmp_path)
+    monkeypatch.setattr("saccade.cli.tables.tables_in", lambda folder: ["short_full"])
     assert "CUDA GPU" in str(run("bench", "short_full").exception)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("saccade.cli.bench.has_package", lambda name: False)
@@ -357,3 +400,16 @@ def test_a_cache_that_others_write_is_not_cleared(tmp_path, monkeypatch):
     (tmp_path / "nvrtc").chmod(0o777)
     assert "can be written by other users" in str(run("cache", "--clear").exception)
     assert isinstance(run("cache", "--clear").exception, SaccadeError)
+
+
+def test_another_machine_s_software_is_assumed(monkeypatch):
+    monkeypatch.setattr("saccade.hardware._FOUND", {"triton": False})
+    monkeypatch.setattr("saccade.cli.explain.obstacles", lambda arch: ("no NVRTC",))
+    call = Call(batch=32, heads=8, kv_heads=8, q_len=128, kv_len=128, needs_grad=True)
+    for arch in (80, 89, 90, 120):
+        first, *rest = answer(call, None, arch).splitlines()
+        assert first == "assumed, but not here: Triton; no NVRTC"
+        assert any(line.startswith("  -> short") for line in rest)
+        assert not any("not installed" in line for line in rest)
+        assert json.loads(answer(call, None, arch, as_json=True))["assumed"] == ["Triton", "no NVRTC"]
+    assert "needs Triton, which is not installed" in answer(call, "cpu", None)

@@ -99,13 +99,10 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--mask", "rows"), "mask is 'rows'; allowed are 'none', 'lengths', 'row', 'full'"),
         (("--mask", "row", "--causal"), "causal is given too"),
         (("-B", "0"), r"B, H, Hkv, Tq, Tk and D are \(0, 4, 4, 9, 9, 16\); to be timed each must be at least 1"),
         (("--hkv", "3"), "4 query heads are no multiple of 3 key heads"),
-        (("--dtype", "int8"), "dtype is 'int8'; allowed are bf16"),
         (("--dropout", "1"), "dropout_p is 1"),
-        (("--rounds", "0"), "rounds is 0"),
         (("--device", "tpu"), "device is 'tpu'"),
         (("--plot", "times.txt"), "must end in one of .png"),
         (("--plot", "nowhere/times.png"), "there is no folder"),
@@ -128,3 +125,22 @@ def test_it_needs_nothing_of_the_checkout(tmp_path):
     assert json.loads(done.stdout)["unit"] == "ms"
     imported = Path(command.__file__).read_text(encoding="utf-8")
     assert "benchmarks" not in imported
+
+
+def test_more_rounds_are_made_while_a_row_scatters(monkeypatch):
+    counts = []
+
+    def scattered(calls, rounds, device):
+        counts.append(rounds)
+        return {name: Timing(1.0 + (len(counts) % 2 if name == "auto" else 0), 0.5, 3.0) for name in calls}
+
+    monkeypatch.setattr(command, "measure_in_turns", scattered)
+    found = run(*SMALL, "--rounds", "3").stdout
+    assert len(counts) == 12
+    assert "medians of 12 rounds" in found
+    assert "differences below that say nothing" in found
+    monkeypatch.setattr(
+        command, "measure_in_turns", lambda calls, rounds, device: {name: Timing(1.0, 1.0, 1.01) for name in calls}
+    )
+    found = run(*SMALL, "--rounds", "3").stdout
+    assert "medians of 3 rounds; the widest spread of a row is 1 % of its time\n" in found

@@ -50,7 +50,7 @@ PADDED = (21, 0, 9)  # real keys of each batch row
 
 
 class DynamicMaskContract:
-    """Inherit, set `backend`; `keeps_layout` says whether out is laid out like query."""
+    """Inherit and set `backend`; opt-outs stand in `opt_outs.py`. `keeps_layout` says whether out is laid out like query."""
 
     backend: str
     keeps_layout = True

@@ -34,7 +34,7 @@ def named(dtype: torch.dtype) -> str:
 
 
 class AttentionContract:
-    """Inherit and set `backend`. `has_lse` says whether it returns the lse, `own_dropout` whether it draws the library's own
+    """Inherit and set `backend`; `opt_outs.py` has every backend that departs from these values, and why. `has_lse` says whether it returns the lse, `own_dropout` whether it draws the library's own
     Philox mask."""
 
     backend: str

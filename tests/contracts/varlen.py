@@ -13,13 +13,12 @@ from saccade.testing.judge import report
 
 
 class VarlenContract:
-    """Inherit and set `backend`."""
+    """Inherit and set `backend`; opt-outs stand in `opt_outs.py`."""
 
     backend: str
     has_lse = True
     own_dropout = True
     takes_bias = True
-    takes_tail_of_nan = True
     dtypes = DTYPES
 
     def skip_unless_taken(self, case: VarlenCase, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ from saccade.dynamic_mask.selection.intervals import causal_expiry
 from saccade.launch import flag
 from saccade.launch.cuda import Call
 from saccade.nvrtc import compile_cubin
-from saccade.testing.cubin import resource_usage
+from tools.cubin import resource_usage
 
 needs_emulator = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 

@@ -18,8 +18,8 @@ from saccade.dynamic_mask.reference import kept
 from saccade.dynamic_mask.testing.check import compare_dynamic_mask, differentiate, public_call
 from saccade.dynamic_mask.testing.inputs import make_dynamic_mask
 from saccade.nvrtc import build, obstacles
-from saccade.testing.cubin import disassemble, resource_usage
 from saccade.testing.inputs import time_first
+from tools.cubin import disassemble, resource_usage
 
 
 @pytest.fixture

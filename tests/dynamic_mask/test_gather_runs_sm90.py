@@ -21,7 +21,7 @@ from saccade.errors import SaccadeError
 from saccade.launch.cuda import Call
 from saccade.nvrtc import build, obstacles
 from saccade.nvrtc.tensor_map import AnyRows
-from saccade.testing.cubin import disassemble, resource_usage
+from tools.cubin import disassemble, resource_usage
 
 KEPT = 300
 LONG = replace(PLAIN, batch=2, heads=8, kv_heads=2, q_len=1101, kv_len=1101, keep=KEPT, head_dim=128)

@@ -12,7 +12,7 @@ from saccade.dynamic_mask.selection import expiry_triton, lists, lists_cuda, lis
 from saccade.dynamic_mask.selection.intervals import block_lists, causal_expiry, intervals
 from saccade.launch.cuda import Call
 from saccade.nvrtc import compile_cubin
-from saccade.testing.cubin import resource_usage
+from tools.cubin import resource_usage
 
 SCORES = {
     "random": lambda n: torch.randn(2, 3, n),

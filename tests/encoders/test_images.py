@@ -127,7 +127,7 @@ def test_an_output_that_no_loss_reads_gives_no_gradient():
     shared, pooler, unread = (torch.ones(2, requires_grad=True) for _ in range(3))
     leaves = [shared, pooler, unread]
     outputs = [shared * 2, shared * pooler, torch.ones(2)]
-    reached = [graphs.reached(x, leaves, torch.zeros(2)) for x in outputs]
+    reached = graphs.all_reached(outputs, leaves, [torch.zeros(2)] * 3)
     assert reached == [[True, False, False], [True, True, False], [False, False, False]]
     memory = [torch.full((2,), 7.0) for _ in outputs]
     assert graphs.fill(memory, [torch.ones(2), None, None], reached) == [True, False, False]

@@ -21,12 +21,12 @@ from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.testing.varlen_check import check_varlen
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.nvrtc import Options, build
-from saccade.testing.aot import SHARED_LIMIT
 from saccade.testing.baseline import differentiate
 from saccade.testing.cases import Case
-from saccade.testing.cubin import resource_usage
 from saccade.testing.inputs import make
 from saccade.testing.judge import report
+from tools.aot import SHARED_LIMIT
+from tools.cubin import resource_usage
 
 # lengths around the sizes of chunks (64), rounds (128) and last tiles (16, 32, 64); more heads than multiprocessors in the last
 SIZES = {

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.utils._python_dispatch
 from contracts.exact import DEVICE, AttentionContract
+from contracts.opt_outs import opted_out
 from torch._subclasses import FakeTensorMode
 
 import saccade
@@ -23,27 +24,14 @@ from saccade.testing.cases import Case
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
+@opted_out("exact/test_sdpa.py::TestSdpa")
 class TestSdpa(AttentionContract):
     backend = "sdpa"
-    has_lse = False
-    own_dropout = False
-    clears_masked = False
-    keeps_layout = False
-    # torch picks another kernel for another layout
-    same_bits = False
-    only_rounding = ("bias-queries",)
-    # torch's fused kernels round dS before they sum dbias: 1.11 times our budget
-    slack = 2.0
-
-    @pytest.mark.skip(reason="torch 2.11 itself gives a wrong dq beyond 2^31 elements on the H200")
-    def test_offsets_beyond_int32(self):
-        pass
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="torch's function gives the log-sum-exp on a CPU alone")
+@opted_out("exact/test_sdpa.py::TestSdpaWithLse")
 class TestSdpaWithLse(TestSdpa):
-    has_lse = True
-    slack = 1.0  # backward is ours
+    """The same through our wrapper, with the log-sum-exp."""
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from saccade.exact.short.launch import BACKWARD_TENSORS, FORWARD_TENSORS
 from saccade.exact.short.launchers import backward, forward
 from saccade.exact.testing.check import compare
 from saccade.nvrtc import Options, build, obstacles
-from saccade.testing.aot import SHARED_LIMIT
 from saccade.testing.baseline import differentiate
 from saccade.testing.cases import Case
-from saccade.testing.cubin import disassemble, resource_usage
 from saccade.testing.inputs import Inputs, make
 from saccade.testing.judge import report
+from tools.aot import SHARED_LIMIT
+from tools.cubin import disassemble, resource_usage
 
 FORMS = {
     "exact": {},

@@ -65,7 +65,7 @@ def test_behind_the_last_sequence_there_are_zeros(value, monkeypatch):
 def test_tokens_behind_the_last_sequence_hold_nan(monkeypatch):
     seen = []
     right = varlen_check.attend
-    monkeypatch.setattr(varlen_check, "attend", lambda *args: seen.append(args[:3]) or right(*args))
+    monkeypatch.setattr(varlen_check, "attend", lambda values, packed: seen.append(values[:3]) or right(values, packed))
     check_varlen(replace(CASE, tail=2), torch.float32, "cpu", "reference")
     assert all(x[-2:].isnan().all() and x[:-2].isfinite().all() for x in seen[0])
 

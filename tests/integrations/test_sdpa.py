@@ -29,7 +29,7 @@ def _nothing_stays_replaced():
     assert F.scaled_dot_product_attention is TORCHS
     yield
     assert F.scaled_dot_product_attention is TORCHS
-    assert integration._Process.wanted == 0
+    assert integration._process.wanted == 0
 
 
 @pytest.fixture
@@ -506,3 +506,22 @@ def test_bert_padded(side, reached):
 
     compare(call, list(model.parameters()))
     assert len(reached) == 2
+
+
+RELOADED = """
+import importlib, sys
+import torch.nn.functional as F
+import saccade
+original, module = F.scaled_dot_product_attention, sys.modules["saccade.integrations.sdpa"]
+first = saccade.replace_sdpa()
+importlib.reload(module)
+with module.replace_sdpa():
+    assert F.scaled_dot_product_attention is not original
+assert F.scaled_dot_product_attention is not original  # the first handle still wants it
+first.restore()
+assert F.scaled_dot_product_attention is original
+"""
+
+
+def test_a_reload_leaves_the_replacement_to_be_restored():
+    subprocess.run([sys.executable, "-c", RELOADED], check=True, timeout=300)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,11 +67,27 @@ NO_SPILLS = {"plain", "time first", "odd", "pool", "masked", "bias-row"}
 NO_MATRIX_UNITS = {"pool", "pool-features", "pool-bias", "float32"}
 
 
+# with a file, only kernels of it or, where it defines none, of the files that use its functions
+WANTED: list[Path] = []
+
+
+def is_wanted(kernel) -> bool:
+    """Whether a kernel is to be compiled."""
+    if not WANTED:
+        return True
+    home, text = Path(kernel.fn.__code__.co_filename), WANTED[0].read_text(encoding="utf-8")
+    if re.search(r"^def \w+_kernel\(", text, re.MULTILINE):
+        return home == WANTED[0]
+    module = ".".join(WANTED[0].with_suffix("").parts[WANTED[0].parts.index("saccade") :])
+    return module in home.read_text(encoding="utf-8")
+
+
 def sampled(cases: list, arch: int, always: set[int], every: int = 3) -> list:
-    """The cases that `make test` compiles: those at the places `always`, with every kernel, and on sm_90 one in `every` of the others."""
+    """The cases that `make test` compiles: those at the places `always`, with every kernel, and on sm_90 one in `every` of the others. For a single
+    kernel those at `always` are enough."""
     if os.environ.get("EVERY_CASE"):
         return cases
-    return [case for place, case in enumerate(cases) if place in always or (arch == 90 and place % every == 1)]
+    return [case for place, case in enumerate(cases) if place in always or (arch == 90 and not WANTED and place % every == 1)]
 
 
 def compile_all(arch: int) -> list[dict]:
@@ -81,8 +98,8 @@ def compile_all(arch: int) -> list[dict]:
     from saccade.exact.short.config import LARGE, ROBUST, Config
     from saccade.exact.short.launch import Launch
     from saccade.exact.short.launchers import backward, forward
-    from saccade.testing.aot import SHARED_LIMIT, compile_launch, recording
     from saccade.testing.inputs import time_first
+    from tools.aot import SHARED_LIMIT, compile_launch, recording
 
     def meta(*shape, dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -126,6 +143,8 @@ def compile_all(arch: int) -> list[dict]:
                     config=chosen,
                 )
         for launch, tensors in launches:
+            if not is_wanted(launch.kernel):
+                continue
             r = compile_launch(launch, tensors, arch)
             rows.append({
                 "problem": name, "kernel": r.kernel, "registers": r.registers, "stack": r.stack, "shared": r.shared,
@@ -162,9 +181,9 @@ class Recorder:
 
         import torch
 
-        from saccade.testing.aot import SHARED_LIMIT, compile_launch
+        from tools.aot import SHARED_LIMIT, compile_launch
 
-        for arguments, options in self.calls:
+        for arguments, options in self.calls if is_wanted(self.kernel) else ():
             tensors = tuple(x for x in arguments if isinstance(x, torch.Tensor))
             static = arguments[len(tensors) :]
             launch = SimpleNamespace(kernel=self.kernel, static=static, options=options, arguments=lambda given: given)
@@ -404,18 +423,8 @@ def compiled(request, tmp_path_factory):
     return release, arch, json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
-def test_kernels_fit_their_architecture(compiled):
-    release, arch, rows = compiled
-    kernels = {
-        "_fwd_kernel", "_bwd_kernel", "_fwd_chunked_kernel", "_bwd_chunked_kernel", "_pool_fwd_kernel", "_pool_bwd_kernel",
-        "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel", "_decode_kernel", "_delta_kernel",
-        "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
-        "count_kernel", "place_kernel", "forward_tile_kernel", "forward_long_kernel", "backward_tile_kernel", "delta_kernel",
-        "backward_keys_kernel", "backward_queries_kernel", "clear_kernel", "weights_kernel", "backward_bias_kernel", "bounds_kernel", "forward_tokens_kernel", "backward_tokens_kernel", "rank_kernel", "copy_kernel",
-        "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
-    }  # fmt: skip
-    assert {r["kernel"] for r in rows} == kernels
+def failures_of(release: str, arch: int, rows: list[dict]) -> list[str]:
+    """What is wrong with compiled kernels, a sentence each."""
     failures = []
     for row in rows:
         name = row["problem"]
@@ -434,8 +443,26 @@ def test_kernels_fit_their_architecture(compiled):
         ordinary = name.endswith("-float32") or name in NO_MATRIX_UNITS or "pool_bwd" in name or name == "selection"
         if not name.startswith("table") and (row["matrix"] == 0) != ordinary:
             failures.append(f"matrix instructions: {row}")
+    return failures
+
+
+@pytest.mark.slow
+def test_kernels_fit_their_architecture(compiled):
+    release, arch, rows = compiled
+    kernels = {
+        "_fwd_kernel", "_bwd_kernel", "_fwd_chunked_kernel", "_bwd_chunked_kernel", "_pool_fwd_kernel", "_pool_bwd_kernel",
+        "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel", "_decode_kernel", "_delta_kernel",
+        "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
+        "count_kernel", "place_kernel", "forward_tile_kernel", "forward_long_kernel", "backward_tile_kernel", "delta_kernel",
+        "backward_keys_kernel", "backward_queries_kernel", "clear_kernel", "weights_kernel", "backward_bias_kernel", "bounds_kernel", "forward_tokens_kernel", "backward_tokens_kernel", "rank_kernel", "copy_kernel",
+        "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
+    }  # fmt: skip
+    assert {r["kernel"] for r in rows} == kernels
+    failures = failures_of(release, arch, rows)
     assert not failures, "\n".join(failures)
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all(int(sys.argv[1]))))
+    WANTED += [Path(name).resolve() for name in sys.argv[2:]]
+    found = compile_all(int(sys.argv[1]))
+    print(json.dumps({"rows": found, "failures": failures_of("installed", int(sys.argv[1]), found)} if WANTED else found))

@@ -26,8 +26,8 @@ from saccade.nm_sparse.testing.cases import NM_SPARSE
 from saccade.nm_sparse.testing.check import check_nm_sparse
 from saccade.nm_sparse.testing.inputs import make_nm_sparse
 from saccade.nvrtc import build, obstacles
-from saccade.testing.cubin import disassemble, resource_usage
 from saccade.testing.judge import report
+from tools.cubin import disassemble, resource_usage
 
 # bytes, in builds with dropout or a block mask
 SPILL = 40

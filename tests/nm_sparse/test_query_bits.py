@@ -11,7 +11,7 @@ import torch
 from saccade.nm_sparse import query_bits
 from saccade.nm_sparse.key_bits import is_of_keys, narrowed
 from saccade.nvrtc import build, obstacles
-from saccade.testing.cubin import disassemble, resource_usage
+from tools.cubin import disassemble, resource_usage
 
 needs_compiler = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 

@@ -22,7 +22,7 @@ from saccade.nm_sparse.staged.config import Tile, matmul_tile, matmul_width, mos
 from saccade.nm_sparse.staged.launchers import Limits
 from saccade.nm_sparse.weights import NMWeights, scores
 from saccade.nvrtc import compile_cubin, obstacles
-from saccade.testing.cubin import disassemble, resource_usage
+from tools.cubin import disassemble, resource_usage
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # of a rounding to the dtype, and of the operands of a product

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from saccade.nvrtc import ARCHITECTURES, Options, Source, compile_cubin, obstacles
-from saccade.testing.cubin import disassemble, resource_usage
+from tools.cubin import disassemble, resource_usage
 
 pytest.importorskip("cuda.core")
 pytest.importorskip("triton")

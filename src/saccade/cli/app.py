@@ -3,9 +3,13 @@ takes over a second, and `--help` and shell completion need none of it (see `sac
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from types import ModuleType
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +19,37 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+# asked of the command line alone, so that a wrong word is refused before torch is imported
+
+
+class _Operation(Enum):
+    """The operations that a command can be asked about."""
+
+    attention = "attention"
+    attention_varlen = "attention_varlen"
+    dynamic_mask_attention = "dynamic_mask_attention"
+    nm_sparse_attention = "nm_sparse_attention"
+
+
+class _Dtype(Enum):
+    """The names of dtypes."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+    fp64 = "fp64"
+
+
+class _Mask(Enum):
+    """The kinds of masks that `time` makes."""
+
+    none = "none"
+    lengths = "lengths"
+    row = "row"
+    full = "full"
+
 
 _JSON = typer.Option("--json", help="Print one JSON object instead of text and tables.")
 
@@ -34,11 +69,30 @@ def _expected() -> tuple[type[Exception], ...]:
     return () if errors is None else (errors.SaccadeError,)
 
 
+def without_torch(name: str) -> Any:
+    """A module of the package that needs no torch. The package's own file imports it, and is left out unless it has been imported already."""
+    if "saccade" in sys.modules:
+        return importlib.import_module(name)
+    package = sys.modules["saccade"] = ModuleType("saccade")
+    package.__path__ = [str(_PACKAGE)]
+    try:
+        return importlib.import_module(name)
+    finally:
+        for each in [x for x in sys.modules if x.partition(".")[0] == "saccade"]:
+            if each != "saccade.errors":  # `main` asks for it
+                del sys.modules[each]
+
+
+def _checked_arch(arch: int | None) -> int | None:
+    if arch is not None and not 70 <= arch < 200:
+        raise typer.BadParameter(f"arch is {arch}; it is a compute capability times ten, 80 for sm_80; allowed are 70 to 199")
+    return arch
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from saccade import __version__
-
-        print(__version__)
+        found = re.search(r'^__version__ = "(.+)"$', (_PACKAGE / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
+        print(found.group(1) if found else "unknown")
         raise typer.Exit
 
 
@@ -62,24 +116,20 @@ def info(as_json: Annotated[bool, _JSON] = False) -> None:
 
 @app.command()
 def cache(clear: Annotated[bool, typer.Option("--clear", help="Delete them.")] = False) -> None:
-    """Show where the kernels compiled from CUDA C++ are kept, and their total size."""
-    from saccade.cli.cache import run
-
-    print(run(clear))
+    """Show where compiled code is kept (kernels from CUDA C++, libraries from C++), and its size."""
+    print(without_torch("saccade.cli.cache").run(clear))
 
 
 @app.command()
 def explain(
-    op: Annotated[
-        str, typer.Option(help="attention, attention_varlen, dynamic_mask_attention or nm_sparse_attention.")
-    ] = "attention",
+    op: Annotated[_Operation, typer.Option(help="The operation.")] = _Operation.attention,
     batch: Annotated[int, typer.Option("--batch", "-B")] = 32,
     heads: Annotated[int, typer.Option("--heads", "-H", help="Query heads.")] = 8,
     hkv: Annotated[int | None, typer.Option(help="Key and value heads; --heads by default.")] = None,
     tq: Annotated[int, typer.Option(help="Queries.")] = 128,
     tk: Annotated[int | None, typer.Option(help="Keys; --tq by default.")] = None,
     dim: Annotated[int, typer.Option("--dim", "-D", help="Head dim.")] = 64,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
+    dtype: Annotated[_Dtype, typer.Option()] = _Dtype.bf16,
     causal: Annotated[
         bool | None,
         typer.Option("--causal/--no-causal", help="Token j is visible to token i if j <= i; the operation's default."),
@@ -100,14 +150,16 @@ def explain(
     grad: Annotated[bool, typer.Option(help="Inputs need gradients.")] = True,
     lse: Annotated[bool, typer.Option("--lse", help="return_lse=True.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
-    arch: Annotated[int | None, typer.Option(help="Describe a GPU of this compute capability instead, 90 for sm_90.")] = None,
+    arch: Annotated[
+        int | None, typer.Option(callback=_checked_arch, help="Describe a GPU of this compute capability instead, 90 for sm_90.")
+    ] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Show which backend and configuration a call would use, and why not each of the others. Allocates nothing."""
     from saccade.cli.explain import Call, answer
 
     call = Call(
-        op, batch, heads, heads if hkv is None else hkv, tq, tq if tk is None else tk, dim, dtype, causal, lengths, dropout, mask, bias, bias_grad, grad, lse,
+        op.value, batch, heads, heads if hkv is None else hkv, tq, tq if tk is None else tk, dim, dtype.value, causal, lengths, dropout, mask, bias, bias_grad, grad, lse,
         keep, documents, pattern, blocks, sinks, window, dense_first, dense_recent,
     )  # fmt: skip
     print(answer(call, device, arch, as_json))
@@ -115,10 +167,10 @@ def explain(
 
 @app.command()
 def verify(
-    op: Annotated[list[str] | None, typer.Option(help="Only this operation; may be repeated.")] = None,
+    op: Annotated[list[_Operation] | None, typer.Option(help="Only this operation; may be repeated.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help="Only this backend; may be repeated.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Only cases with this in their name; may be repeated.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
+    dtype: Annotated[list[_Dtype] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
     interpret: Annotated[
         bool, typer.Option("--interpret", help="Run the Triton kernels in Triton's interpreter, on the CPU.")
@@ -129,52 +181,8 @@ def verify(
     """Compare every backend that runs here with the float64 oracle; exit code 1 if one misses its error budget."""
     from saccade.cli.verify import Selection, run
 
-    raise typer.Exit(run(Selection(backend or [], case or [], dtype or [], device, interpret, every, op or [], as_json)))
-
-
-@app.command(hidden=True)
-def soak(
-    count: Annotated[int | None, typer.Option(help="Cases; 500 if --minutes is not given either.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Go on for so long.")] = None,
-    seed: Annotated[int, typer.Option(help="The first seed; one seed is one case of each operation and backend.")] = 0,
-    op: Annotated[list[str] | None, typer.Option(help="Only this operation; may be repeated.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="Only this backend; may be repeated.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
-    processes: Annotated[int, typer.Option(help="Processes that run cases side by side.")] = 1,
-    family: Annotated[
-        int | None, typer.Option(help="Seeds that share compiled kernels, 8 by default; on a GPU hundreds spare compiling.")
-    ] = None,
-    cover: Annotated[
-        bool,
-        typer.Option(
-            "--cover",
-            help="First every pair of arguments in every configuration of a kernel, a list of some thousand cases; --minutes does so too.",
-        ),
-    ] = False,
-    entry: Annotated[int | None, typer.Option(help="Only this entry of the list of --cover, of one --op and --backend.")] = None,
-    part: Annotated[
-        str | None, typer.Option(help="Only this part of the lists of --cover, as 2/4: entries are dealt in turns.")
-    ] = None,
-    leaks: Annotated[
-        bool,
-        typer.Option("--leaks", help="Make --count calls (100,000) of ever new shapes instead, and watch memory and caches."),
-    ] = False,
-    as_json: Annotated[bool, _JSON] = False,
-    log: Annotated[Path | None, typer.Option(help="Add a row for each operation and backend to this CSV.")] = None,
-) -> None:
-    """Judge random problems of every operation and backend against float64; exit code 1 if one misses its budget, with the line
-    that repeats it."""
-    if leaks:
-        from saccade.cli.soak.leaks import run as run_leaks
-
-        raise typer.Exit(run_leaks(count, device, as_json))
-    from saccade.cli.soak.draw import FAMILY
-    from saccade.cli.soak.run import Task, run
-
-    shared = FAMILY if family is None else family
-    raise typer.Exit(
-        run(Task(count, minutes, seed, op or [], backend or [], device, processes, as_json, log, shared, cover, entry, part))
-    )
+    dtypes, operations = [x.value for x in dtype or []], [x.value for x in op or []]
+    raise typer.Exit(run(Selection(backend or [], case or [], dtypes, device, interpret, every, operations, as_json)))
 
 
 @app.command()
@@ -185,20 +193,18 @@ def time(
     tq: Annotated[int, typer.Option(help="Queries.")] = 128,
     tk: Annotated[int | None, typer.Option(help="Keys; --tq by default.")] = None,
     dim: Annotated[int, typer.Option("--dim", "-D", help="Head dim.")] = 64,
-    dtype: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp32 or fp64; bf16 on a GPU and fp32 on a CPU by default.")
-    ] = None,
+    dtype: Annotated[_Dtype | None, typer.Option(help="bf16 on a GPU and fp32 on a CPU by default.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Token j is visible to token i if j <= i.")] = False,
     mask: Annotated[
-        str,
+        _Mask,
         typer.Option(
             help="none, lengths (torch gets them as a mask), row (a padding mask) or full (one that differs between queries)."
         ),
-    ] = "none",
+    ] = _Mask.none,
     dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.0,
     backward: Annotated[bool, typer.Option("--backward", help="Time forward and backward together.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds in which every row is timed, each in a new order.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which every row is timed, each in a new order.")] = 5,
     as_json: Annotated[bool, _JSON] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the times into this file, .png, .svg or .pdf; needs matplotlib.")
@@ -209,7 +215,8 @@ def time(
     from saccade.cli.time import Task, run
 
     task = Task(
-        batch, heads, heads if hkv is None else hkv, tq, tq if tk is None else tk, dim, dtype, causal, mask, dropout, backward, device, rounds
+        batch, heads, heads if hkv is None else hkv, tq, tq if tk is None else tk, dim, None if dtype is None else dtype.value, causal, mask.value, dropout,
+        backward, device, rounds,
     )  # fmt: skip
     run(task, as_json, plot)
 
@@ -220,6 +227,11 @@ def bench(
 ) -> None:
     """Measure one table of the benchmarks beside torch's kernels, on a GPU unless its name ends in _cpu, and draw it; without a name, list
     them."""
+    listing = without_torch("saccade.cli.tables")
+    if table is None:
+        listing.show()
+        return
+    listing.check(table)
     from saccade.cli.bench import run
 
     raise typer.Exit(run(table))

@@ -6,11 +6,12 @@ import inspect
 import json
 import platform
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from saccade import __version__, native
-from saccade.cli.cache import size_of
+from saccade.cli import cache
 from saccade.cli.device import describe
 from saccade.cli.explain import Call, problem_of
 from saccade.env import interpreting_triton
@@ -75,7 +76,8 @@ def collect() -> Report:
         "triton_interpreter": interpreting_triton(),
         "nvrtc": nvrtc(),
         "known_calls": native.status(),
-        "caches": {"triton": _triton_cache(), "nvrtc": str(store.folder())},
+        "caches": {"triton": _triton_cache()}
+        | {kept.folder.name: f"{kept.folder} ({kept.describe()})" for kept in cache.contents()},
     }
 
 
@@ -93,8 +95,7 @@ def show(report: Report, as_json: bool) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"known calls go through {report['known_calls']}", highlight=False, markup=False, soft_wrap=True)
     for name, place in report["caches"].items():  # type: ignore[attr-defined]
-        size = f" ({size_of(report['nvrtc']['cache'])})" if name == "nvrtc" else ""  # type: ignore[index]
-        console.print(f"{name} cache: {place or 'none (not installed)'}{size}", highlight=False, soft_wrap=True)
+        console.print(f"{name} cache: {place or 'none (not installed)'}", highlight=False, soft_wrap=True)
 
 
 def nvrtc_lines(found) -> list[str]:
@@ -117,20 +118,23 @@ def _versions_table(report: Report):
 
 
 def backends_table(entries):
-    """A rich table of device x operation x backend, from the `devices` part of a report."""
+    """What runs where, from the `devices` part of a report: a list of backends for each device and operation, which any width of terminal holds."""
+    from rich.console import Group
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title="Backends", title_justify="left")
-    for column in ("device", "operation", "backend", "runs here"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("operation", "backend"))
+    parts: list[Any] = []
     for entry in entries:
-        first = f"{entry['name']}: {entry['description']}"
+        parts.append(f"[bold]{escape(entry['name'])}: {escape(entry['description'])}[/]")
         for operation, backends in entry["backends"].items():
+            listed = Table.grid(padding=(0, 2))
+            listed.add_column(min_width=4)
+            listed.add_column(no_wrap=True)
+            listed.add_column(overflow="fold")
             for name, reasons in backends.items():
-                table.add_row(escape(first), operation, name, f"no: {escape('; '.join(reasons))}" if reasons else "[green]yes[/]")
-                first, operation = "", ""
-    return table
+                listed.add_row("", name, f"[dim]no: {escape('; '.join(reasons))}[/]" if reasons else "[green]runs here[/]")
+            parts += [f"  {operation}", listed]
+    return Group(*parts)
 
 
 def _triton_cache() -> str | None:

@@ -6,6 +6,7 @@ It needs nothing but the installed package; the tables of a checkout are measure
 from __future__ import annotations
 
 import json
+import statistics
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -36,6 +37,7 @@ _KERNELS = {
     "torch math": SDPBackend.MATH,
 }
 _MASKS = ("none", "lengths", "row", "full")
+_SPREAD, _MOST = 0.05, 4  # of the medians of rounds; times the rounds that were asked for
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -67,13 +69,14 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The problem, what `auto` chose for it, a row for each way, and why the others are missing."""
+    """The problem, what `auto` chose for it, a row for each way, why the others are missing, and the rounds that were timed."""
 
     problem: Problem
     device: str
     chosen: str
     rows: list[Row]
     declined: dict[str, str]
+    rounds: int
 
 
 class Inputs(NamedTuple):
@@ -120,10 +123,43 @@ def measure(task: Task) -> Report:
     calls, declined = _those_that_run(_calls(task, problem, inputs), problem)
     if _TORCH not in calls:
         raise SaccadeError(f"torch's function does not run {problem}, so there is nothing to compare with: {declined[_TORCH]}")
-    timings = measure_in_turns(calls, task.rounds, device)
+    timings, rounds = _measure(calls, task.rounds, device)
     rows = [Row(name, found, timings[_TORCH].p50 / found.p50) for name, found in timings.items()]
     chosen = next(v.backend for v in verdicts(OPERATIONS["attention"].backends, problem) if v.state == "chosen")
-    return Report(problem, describe(device), chosen, sorted(rows, key=lambda row: row.timing.p50), declined)
+    return Report(problem, describe(device), chosen, sorted(rows, key=lambda row: row.timing.p50), declined, rounds)
+
+
+def _measure(calls: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> tuple[dict[str, Timing], int]:
+    """Times of every call, and the rounds that were made: `rounds`, and as many again, up to four times, while a row's spread is
+    above `_SPREAD`."""
+    from rich.console import Console
+    from rich.progress import track
+
+    found: dict[str, list[Timing]] = {name: [] for name in calls}
+    console, made = Console(stderr=True), 0
+    while made == 0 or (made < _MOST * rounds and _spread(found) > _SPREAD):
+        for _ in track(
+            range(rounds), f"timing {len(calls)} rows", console=console, transient=True, disable=not console.is_terminal
+        ):
+            for name, timing in measure_in_turns(calls, 1, device).items():
+                found[name].append(timing)
+        made += rounds
+    return {name: _middle(timings) for name, timings in found.items()}, made
+
+
+def _middle(timings: list[Timing]) -> Timing:
+    """The median over the rounds of each number."""
+    return Timing(*map(statistics.median, zip(*timings, strict=True)))
+
+
+def _spread(found: dict[str, list[Timing]]) -> float:
+    """How far the rounds' medians lie apart, as a share: the interquartile range of the row where it is widest."""
+    shares = []
+    for timings in found.values():
+        middles = [x.p50 for x in timings]
+        low, middle, high = statistics.quantiles(middles, n=4) if len(middles) > 1 else (0.0, 1.0, 1.0)
+        shares.append((high - low) / middle)
+    return max(shares)
 
 
 def _problem(task: Task, device: torch.device) -> Problem:
@@ -271,6 +307,9 @@ def _show(task: Task, report: Report) -> None:
         table.add_row(_shown(name, report), _digits(timing.p50), spread, f"[{colour}]{gain:.2f}[/]")
     console = Console()
     console.print(table)
+    widest = max((row.timing.p80 - row.timing.p20) / row.timing.p50 for row in report.rows)
+    said = f"medians of {report.rounds} rounds; the widest spread of a row is {100 * widest:.0f} % of its time"
+    console.print(said + (": differences below that say nothing" if widest > _SPREAD else ""), highlight=False)
     for name, reason in report.declined.items():
         console.print(f"{name}: {reason}", style="dim", markup=False, highlight=False)
 
@@ -283,7 +322,7 @@ def _as_json(task: Task, report: Report) -> dict[str, object]:
     rows = [{"name": row.name, **row.timing._asdict(), "gain": row.gain} for row in report.rows]
     return {
         "problem": str(report.problem), "task": asdict(task), "device": report.device, "torch": torch.__version__, "chosen": report.chosen,
-        "unit": "ms", "rows": rows, "declined": report.declined,
+        "unit": "ms", "rounds": report.rounds, "rows": rows, "declined": report.declined,
     }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from saccade.cli.device import DTYPES, describe, device_of, dtype_of
+from saccade.cli.info import backends_on
 from saccade.engine.backend import Backend
 from saccade.env import interpreting_environment, interpreting_triton
 from saccade.errors import InvalidArgument, UnsupportedProblem
@@ -80,8 +82,10 @@ def run(selection: Selection) -> int:
         command = [sys.executable, "-m", "saccade", "verify", *selection.arguments()]
         return subprocess.run(command, env=interpreting_environment(), check=False).returncode
     device = device_of("cpu" if selection.interpret else selection.device)
+    began = time.monotonic()
     tallies = _measure(_jobs(selection, device), device)
-    return _report_as_json(tallies, device) if selection.as_json else _report(tallies, device)
+    seconds = time.monotonic() - began
+    return _report_as_json(tallies, device) if selection.as_json else _report(tallies, device, seconds)
 
 
 def _jobs(selection: Selection, device: torch.device) -> list[Job]:
@@ -131,17 +135,23 @@ def _dtypes(selection: Selection, device: torch.device) -> list[str]:
 
 
 def _measure(jobs: list[Job], device: torch.device) -> Tallies:
+    """Run every check, with a bar on a terminal, and elsewhere with a line for each backend when it is done; both on stderr."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     tallies: Tallies = {}
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(jobs))
-        for job in jobs:
+        for number, job in enumerate(jobs, 1):
             progress.update(task, description=f"{job.backend.name} {job.dtype} {job.case.name}"[:32])
-            _check(tallies.setdefault((job.operation, job.backend.name, job.dtype), Tally()), job, device)
+            key = (job.operation, job.backend.name, job.dtype)
+            _check(tallies.setdefault(key, Tally()), job, device)
             progress.advance(task)
+            is_last = number == len(jobs) or (jobs[number].operation, jobs[number].backend.name, jobs[number].dtype) != key
+            if is_last and not console.is_terminal:
+                print(f"{number}/{len(jobs)} {' '.join(key)}", file=sys.stderr, flush=True)
     return tallies
 
 
@@ -161,7 +171,7 @@ def _check(tally: Tally, job: Job, device: torch.device) -> None:
     tally.declined += 1
 
 
-def _report(tallies: Tallies, device: torch.device) -> int:
+def _report(tallies: Tallies, device: torch.device, seconds: float) -> int:
     from rich.console import Console
 
     console = Console()
@@ -170,9 +180,21 @@ def _report(tallies: Tallies, device: torch.device) -> int:
     failures = _failures(tallies)
     for text in failures:
         console.print(text, style="red", markup=False, highlight=False)
-    if not _any_ran(tallies):
-        console.print("nothing ran: see `saccade info` for the reasons", style="red")
+    style = "green" if _exit_code(tallies) == 0 else "red"
+    console.print(_verdict(tallies, device, seconds), style=style, markup=False, highlight=False)
     return _exit_code(tallies)
+
+
+def _verdict(tallies: Tallies, device: torch.device, seconds: float) -> str:
+    """One line: whether all is well."""
+    if not _any_ran(tallies):
+        found = backends_on(device)
+        reasons = dict.fromkeys(f"{name}: {'; '.join(found[of][name])}" for of, name, _ in tallies if found[of][name])
+        return "nothing ran: " + ("; ".join(reasons) or "no chosen case is one that the backend takes")
+    ran, failed = sum(tally.ran for tally in tallies.values()), len(_failures(tallies))
+    if failed:
+        return f"{failed} results of {ran} checks missed their error budget, in {seconds:.0f} s"
+    return f"all {ran} checks passed in {seconds:.0f} s"
 
 
 def _report_as_json(tallies: Tallies, device: torch.device) -> int:
@@ -203,7 +225,8 @@ def _table(operation: str, tallies: Tallies, device: torch.device):
 
     table = Table(title=f"{operation} against float64 on {describe(device)}", title_justify="left")
     for column in ("backend", "dtype", "cases", "declined", "worst error / budget", "where", "verdict"):
-        table.add_column(column, overflow="fold")
+        # names stay whole in a narrow terminal
+        table.add_column(column, overflow="fold", no_wrap=column in ("backend", "dtype"))
     for (of, backend, dtype), tally in tallies.items():
         if of != operation:
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.engine.switch import is_disabled
 from saccade.hardware import arch_of
 from saccade.launch.requirements import triton_reasons
 
@@ -16,6 +17,8 @@ Rows = tuple[Tensor, Tensor, Tensor]  # K, V and scores
 
 def by_kernels(*tensors: Tensor) -> bool:
     """Whether kernels serve tensors `[..., D]` or scores: 16- or 32-bit floats whose rows are dense, on a GPU that Triton knows."""
+    if is_disabled():
+        return False
     device = tensors[0].device
     if device.type == "cpu":  # the interpreter, in tests
         reasons = [r for x in tensors for r in triton_reasons("cpu", 0, x.dtype)]

@@ -22,6 +22,7 @@ from saccade.engine.flops import by_pairs
 from saccade.engine.layout import empty_like_heads, strides_like_heads
 from saccade.engine.namespace import fragment
 from saccade.engine.record import Fields
+from saccade.engine.switch import is_disabled
 from saccade.engine.tracing import eager, register
 from saccade.errors import CompileError
 from saccade.hardware import arch_of
@@ -111,6 +112,8 @@ def _ranked(family: str, entry: str, *call: Any) -> Any:
 
 def _ranks(key_scores: Tensor) -> str | None:
     """The family that selects on the device of the scores; None where plain torch does."""
+    if is_disabled():
+        return None
     if key_scores.is_cuda:
         return None if triton_reasons("cuda", arch_of(key_scores.device), torch.float32) else "gather"
     return "gather_cpp" if key_scores.device.type == "cpu" and not no_compiler() else None

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from saccade.integrations.transformers import attention_forward, boolean_mask
 
 NAME = "saccade_encoder"
+OPAQUE = "saccade_encoder_opaque"  # the same function, at which torch.compile breaks its graph
 _running = threading.local()
 
 
@@ -51,4 +53,6 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, forward)
-    AttentionMaskInterface.register(NAME, boolean_mask)
+    AttentionInterface.register(OPAQUE, torch.compiler.disable(forward))
+    for name in (NAME, OPAQUE):
+        AttentionMaskInterface.register(name, boolean_mask)

@@ -22,6 +22,7 @@ from saccade.encoders.attention import Borders
 from saccade.encoders.capacity import capacity
 from saccade.encoders.packing import PLACES, Packed, unpack
 from saccade.engine.problem import captured
+from saccade.engine.switch import REASON, is_disabled
 from saccade.errors import InvalidArgument
 
 Batch = dict[str, Tensor]
@@ -80,7 +81,7 @@ class Inside:
         arguments = inputs.arguments("token_type_ids" in self.served.signature.parameters)
         if not types and "token_type_ids" in arguments:
             arguments["token_type_ids"] = torch.zeros_like(arguments["token_type_ids"])
-        found = self.served.run(arguments, Borders(inputs.ends, min(columns, size)))
+        found = self.served.run_fused(arguments, Borders(inputs.ends, min(columns, size)))
         # rows behind the last token go to one more place, which is cut off
         real = torch.arange(size, device=found.device) < inputs.ends[-1]
         places = inputs.numbers[PLACES].where(real, rows * columns)
@@ -239,13 +240,16 @@ class CapturedFunction:
         """
         given = _checked(batch)
         served = self._handle.served[0] if self._handle.served else None
+        if is_disabled():
+            self.last = f"uncaptured: {REASON}"
+            return self._plain(given)
         if served is None or captured() or torch.compiler.is_compiling():
             self.last = (
                 "uncaptured: the handle was restored" if served is None else "uncaptured: the call itself is captured or traced"
             )
             return self._plain(given)
         with served.lock:
-            state = served.state.read()
+            state = served.current_state()
             reason = self._refused(served, given)
             if not reason:
                 longest = getattr(served.model.config, "max_position_embeddings", None)

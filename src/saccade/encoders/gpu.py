@@ -61,7 +61,7 @@ class Gpu:
         found = served.graphs.get(key)
         if found is None:
             try:
-                found = self._capture(size, slot)
+                found = self._captured_with_or_without_fusion(size, slot)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 served.failed = f"a CUDA graph could not be captured ({' '.join(str(error).split())[:200]})"
                 served.say(f"{type(served.model).__name__}: {served.failed}; {served.fallback}")
@@ -70,6 +70,19 @@ class Gpu:
             self._drop()
         served.graphs.move_to_end(key)
         return found
+
+    def _captured_with_or_without_fusion(self, size: Any, slot: Any) -> Any:
+        fusion = getattr(self.served, "fusion", None)
+        try:
+            return self._capture(size, slot)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if fusion is None or fusion.failed:
+                raise
+            fusion.fail(error)
+            self.served.say(f"{type(self.served.model).__name__}: {fusion.failed}; its layers run as they are")
+        return self._capture(size, slot)
 
     def _capture(self, size: Any, slot: Any) -> Any:
         from saccade.encoders.graphs import Forward, Gradients, Training

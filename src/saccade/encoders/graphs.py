@@ -119,7 +119,8 @@ def _aliased(model: nn.Module, parameters: list[Tensor]) -> Iterator[list[Tensor
     A node that adds to a parameter's gradient belongs to the stream on which it was made, and lives as long as any graph of the caller, an old loss
     say. A capture that led to it would fail: "would make the legacy stream depend on a capturing blocking stream".
     """
-    aliases = {id(x): x.detach().requires_grad_() for x in parameters}
+    # of the type of parameters, whose shapes torch.compile takes for constants
+    aliases = {id(x): nn.Parameter(x.detach()) for x in parameters}
     places = [
         (d, name, x)
         for m in model.modules()
@@ -128,7 +129,7 @@ def _aliased(model: nn.Module, parameters: list[Tensor]) -> Iterator[list[Tensor
         if x is not None and id(x) in aliases
     ]
     for d, name, x in places:
-        d[name] = aliases[id(x)]  # type: ignore[assignment]
+        d[name] = aliases[id(x)]
     try:
         yield list(aliases.values())
     finally:
@@ -237,8 +238,7 @@ class Training:
                     outputs = run(self.inputs)
                     self.doutputs = tuple([torch.zeros_like(x) for x in outputs])
                     # by output: whether it leads to each parameter
-                    self.reached = [reached(x, leaves, dx) for x, dx in zip(outputs, self.doutputs, strict=True)]
-                    _gradients(outputs, leaves, self.doutputs)
+                    self.reached = all_reached(outputs, leaves, self.doutputs)
                 del outputs
             stream.synchronize()
             with torch.cuda.graph(self.forward, pool=slot.pool, stream=stream, capture_error_mode="thread_local"):
@@ -268,11 +268,15 @@ def _gradients(
     return torch.autograd.grad(*given, allow_unused=True, retain_graph=keep)
 
 
-def reached(output: Tensor, leaves: list[Tensor], doutput: Tensor) -> list[bool]:
-    """Whether an output leads to each of the leaves."""
-    if not output.requires_grad:
-        return [False] * len(leaves)
-    return [x is not None for x in _gradients([output], leaves, [doutput], keep=True)]
+def all_reached(outputs: Sequence[Tensor], leaves: list[Tensor], doutputs: Sequence[Tensor]) -> list[list[bool]]:
+    """By output: whether it leads to each of the leaves. Every output's backward runs, the last one's without keeping its graph, which
+    torch.compile may not be able to keep."""
+    found = [[False] * len(leaves) for _ in outputs]
+    trained = [i for i, x in enumerate(outputs) if x.requires_grad]
+    for i in trained:
+        given = _gradients([outputs[i]], leaves, [doutputs[i]], keep=i != trained[-1])
+        found[i] = [x is not None for x in given]
+    return found
 
 
 def fill(into: Sequence[Tensor], given: Sequence[Tensor | None], reached: list[list[bool]]) -> list[bool]:

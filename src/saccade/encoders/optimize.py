@@ -75,9 +75,11 @@ class Optimized:
                 del model.forward
                 if forward is not None:  # somebody else's, as accelerate puts one there
                     model.forward = forward
-            if _implementation(one) == attention.NAME:  # else the user has chosen another since
+            if one.attention and _implementation(one) == one.attention:  # else the user has chosen another since
                 model.set_attn_implementation(implementation)
             if isinstance(one, Served):
+                if one.fusion is not None:
+                    one.fusion.undo()
                 sentences.detach(one)
                 pooling.detach(one)
             one.graphs.clear()
@@ -203,7 +205,7 @@ def _implementation(one: Served | Batched) -> str | None:
     return getattr(getattr(one.model, "config", None), "_attn_implementation", None)
 
 
-def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
+def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool = False) -> Optimized:
     """Run the encoders inside a model without padding, and on a GPU from CUDA graphs, in inference and in training.
 
     The model is changed in place; its inputs, outputs, parameters and names stay as they are. A padded batch goes in, the real tokens are packed
@@ -218,6 +220,9 @@ def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
         model: an encoder of transformers, with or without a head; ViT, CLIP, SigLIP or DINOv2; timm's `VisionTransformer`; a
             `SentenceTransformer`, `CrossEncoder` or `SparseEncoder`; or any module that holds one. Ids on the host are packed there, and brought to the GPU in one copy.
         memory: the share of the GPU's free memory that graphs may hold, above 0 and at most 1; the least recently used leave first.
+        fuse: on a GPU, let torch.compile fuse what lies between the matrix products of packed encoders, and make one product of query, key and
+            value. Each mode and dtype is compiled once for all sizes, before its first capture; `explain()` shows the time. The weights of
+            one product move side by side, each a tensor of its own. It has not been timed on a GPU yet.
 
     Returns:
         a handle with `explain()`, `prepare(...)` and `restore()`, which is a context manager too.
@@ -233,6 +238,7 @@ def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
         raise InvalidArgument(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     if not isinstance(memory, (int, float)) or isinstance(memory, bool) or not 0 < memory <= 1:
         raise InvalidArgument(f"memory is {memory!r}; it must be above 0 and at most 1, a share of the free memory")
+    check_flag("fuse", fuse)
     has_transformers = has_package("transformers")
     served: list[Served | Batched] = []
     left: list[str] = []
@@ -249,7 +255,7 @@ def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
         elif reason:
             left.append(f"{type(base).__name__}: stock: {reason}")
         else:
-            served.append(Served(base, float(memory), has_head) if tower is None else Batched(base, float(memory), tower))
+            served.append(Served(base, float(memory), has_head, fuse) if tower is None else Batched(base, float(memory), tower))
     if not served and not left and not has_transformers:
         raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
     if not served:

@@ -6,6 +6,7 @@ import inspect
 import logging
 import threading
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from saccade.encoders import attention, families
 from saccade.encoders.attention import Borders
 from saccade.encoders.capacity import capacity
 from saccade.encoders.captured import Inside, running
+from saccade.encoders.fused import Fusion
 from saccade.encoders.gpu import Gpu
 from saccade.encoders.packing import Given, Packed, pack, packed_on_host, pieces_of, unpack
 from saccade.encoders.pooling import Pool, keep
 from saccade.encoders.state import State
 from saccade.engine.calls import read_later
 from saccade.engine.problem import captured
+from saccade.engine.switch import REASON, is_disabled
 from saccade.errors import InvalidArgument
 
 _logger = logging.getLogger("saccade")
@@ -29,6 +32,7 @@ _PACKED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _USED = (
     "a padded position is used: a token that is no padding has mask 0, or padding lies on the left, where a pooler or head reads"
 )
+_EXAMPLE = 16  # tokens
 OF_LOSSES = "num_items_in_batch"  # Trainer gives it to a head, which passes it on; no encoder reads it
 _HARMLESS = {"return_dict", "use_cache", "output_attentions", "output_hidden_states"}
 
@@ -74,6 +78,8 @@ class Encoder:
 
     def _bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """The arguments of a call by their names, and why it runs as it is; empty if nothing speaks against it."""
+        if is_disabled():
+            return {}, REASON
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return {}, "the call is traced"
         if captured():
@@ -102,8 +108,11 @@ class Served(Encoder):
 
     packs = True
 
-    def __init__(self, model: Any, share: float, has_head: bool = False):
+    def __init__(self, model: Any, share: float, has_head: bool = False, fuse: bool = False):
         super().__init__(model, share)
+        self.fusion = Fusion(model) if fuse else None
+        if fuse:
+            self.attention = attention.OPAQUE
         self.family = families.FAMILIES[model.config.model_type]
         self.padding = int(model.config.pad_token_id or 0)
         self.has_head = has_head
@@ -125,7 +134,7 @@ class Served(Encoder):
             self.last = f"stock: {reason}"
             return self.stock(*args, **kwargs)
         with self.lock:
-            state = self.state.read()
+            state = self.current_state()
             batch, used = self._pack(given)
             waiting = read_later(used) if isinstance(used, Tensor) else None
             try:
@@ -147,7 +156,7 @@ class Served(Encoder):
         if self._read((), given)[1]:
             return None
         with self.lock:
-            state = self.state.read()
+            state = self.current_state()
             if self.state.tensors[0].device.type != "cuda" or self.state.watched or self.failed:
                 return None
             parts = [self._pooled(part, state) for part in pieces_of(given)]
@@ -190,6 +199,8 @@ class Served(Encoder):
         return self.stock(*args, **kwargs)
 
     def _refused(self, given: dict[str, Any]) -> str:
+        if is_disabled():
+            return REASON
         if self.unfit:
             return self.unfit
         ids, mask, config = given.get("input_ids"), given.get("attention_mask"), self.model.config
@@ -204,7 +215,7 @@ class Served(Encoder):
                 return f"{name} is asked for" if name in _HARMLESS else f"{name} is given"
         if config.output_attentions or config.output_hidden_states:
             return "the config asks for attentions or hidden states"
-        if config._attn_implementation != attention.NAME:
+        if config._attn_implementation != self.attention:
             return f"its attention is {config._attn_implementation!r} now"
         return ""
 
@@ -250,6 +261,31 @@ class Served(Encoder):
         if pooled is not None:
             keep(padded, mask, pooled)
         return padded
+
+    def current_state(self) -> int:
+        """The number of the model's state. Before the first graph of a state, fused layers are compiled, and weights put side by side."""
+        number = self.state.read()
+        fusion, device = self.fusion, self.state.tensors[0].device
+        if fusion is None or device.type != "cuda" or self.failed or fusion.knows(number):
+            return number
+        self.say(f"{type(self.model).__name__}: torch.compile works on its layers, once for all sizes; fuse=False leaves it out")
+        number = fusion.ready(self.state, self._example)
+        if fusion.failed:
+            self.say(f"{type(self.model).__name__}: {fusion.failed}; its layers run as they are")
+        return number
+
+    def _example(self) -> Tensor:
+        """A run of a few tokens, as graphs run them."""
+        device = self.state.tensors[0].device
+        dtype, enabled = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        with torch.autocast(device.type, dtype, enabled, cache_enabled=False):
+            ends = torch.tensor([0, _EXAMPLE], dtype=torch.int32, device=device)
+            return self.run_packed(torch.zeros(3, _EXAMPLE, dtype=torch.int64, device=device), Borders(ends, _EXAMPLE))
+
+    def run_fused(self, arguments: dict[str, Tensor], borders: Borders) -> Tensor:
+        """`run`, with compiled layers if there are any."""
+        with nullcontext() if self.fusion is None else self.fusion.active():
+            return self.run(arguments, borders)
 
     def _eager(self, batch: Packed, device: torch.device) -> Tensor:
         numbers, ends = (torch.as_tensor(x).to(device) for x in (batch.numbers, batch.ends))
@@ -297,7 +333,9 @@ class Served(Encoder):
         """How it is computed, for `explain`."""
         if next(self.model.parameters()).device.type != "cuda":
             return "packed, computed without graphs, which need a GPU"
-        return f"packed, computed without graphs: {self.failed}" if self.failed else "packed, replayed from CUDA graphs"
+        if self.failed:
+            return f"packed, computed without graphs: {self.failed}"
+        return "packed, replayed from CUDA graphs" + (f"; {self.fusion.describe()}" if self.fusion is not None else "")
 
     def inputs(self, size: int, device: torch.device) -> Any:
         """The memory of a capacity."""
@@ -309,13 +347,13 @@ class Served(Encoder):
         """The last layer of packed tokens, and what is pooled of them if nobody wants a gradient."""
         longest = int(getattr(self.model.config, "max_position_embeddings", 2**14) or 2**14)
         arguments = inputs.arguments("token_type_ids" in self.signature.parameters)
-        rows = self.run(arguments, Borders(inputs.ends, min(longest, inputs.capacity)))
+        rows = self.run_fused(arguments, Borders(inputs.ends, min(longest, inputs.capacity)))
         return (rows,) if self.pool is None or torch.is_grad_enabled() else (rows, self.pool(rows, inputs.ends))
 
     def prepare(self, tokens: int, train: bool) -> None:
         """Capture the capacity of so many tokens."""
         with self.lock:
-            state = self.state.read()
+            state = self.current_state()
             device = self.state.tensors[0].device
             if device.type == "cuda":
                 self._graphs_on(device).make(state, capacity(tokens), train)

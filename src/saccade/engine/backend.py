@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from saccade.engine.rule import Rule
+from saccade.engine.switch import is_disabled
 
 
 class Launchers(NamedTuple):
@@ -34,6 +35,7 @@ class Backend:
     `rule` says in a sentence why `prefers` says what it says, and names the rows of a committed table that show it, for `explain`.
     `own_dropout`: it draws its dropout itself, so no Philox key is drawn for it and no reference can reproduce its draw.
     `is_reference`: it defines the meaning of the operation; it is slow and takes O(Tq * Tk) memory.
+    `is_torch`: it computes by torch's operations alone, so it runs while saccade is disabled.
     `describe_launches` and `describe_backward` describe the launches of a call that was made, so that C++ can make it again; None
         where it cannot.
     `limits` says up to which sizes a batch of packed tokens is one launch, as `saccade.native` checks it.
@@ -51,6 +53,7 @@ class Backend:
     saves_output: bool = False
     own_dropout: bool = False
     is_reference: bool = False
+    is_torch: bool = False
     describe_config: Callable[[Any], str] | None = None
     by_name_only: Callable[[Any], str] = lambda problem: ""
     rule: Callable[[Any], Rule | None] = lambda problem: None
@@ -58,6 +61,11 @@ class Backend:
     describe_backward: Callable[..., Any] | None = None
     limits: Callable[[Any], tuple[int, int, int]] | None = None
     takes_as_it_is: Callable[[Any], bool] = lambda args: False
+
+    @property
+    def may_run(self) -> bool:
+        """Whether the process's switch lets it run."""
+        return self.is_torch or self.is_reference or not is_disabled()
 
     def asked(self, backend: str) -> str:
         """The name that ops carry: with "auto:" in front where the call left the choice to us, so that another backend may take

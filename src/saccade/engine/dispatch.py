@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from saccade.engine.backend import Backend
+from saccade.engine.switch import REASON
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.launch.aside import failure_of
 
@@ -24,17 +25,22 @@ def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto")
     """
     if not isinstance(backend, str) or backend != "auto":
         named = _by_name(candidates, backend)
-        reasons = named.why_not(problem)
+        reasons = why_not(named, problem)
         if reasons:
             raise UnsupportedProblem(_refusal(f"backend {backend!r} cannot run", problem, {named.name: reasons}))
         return named
     runnable = _runnable(candidates, problem)
     if not runnable:
-        raise UnsupportedProblem(_refusal("no backend can run", problem, {b.name: b.why_not(problem) for b in candidates}))
+        raise UnsupportedProblem(_refusal("no backend can run", problem, {b.name: why_not(b, problem) for b in candidates}))
     chosen = next((b for b in runnable if b.prefers(problem)), runnable[0])
     if chosen.is_reference and not torch.compiler.is_compiling():  # a log call would break a compiled graph
         _warn_reference(str(problem))
     return chosen
+
+
+def why_not(backend: Backend, problem: Any) -> list[str]:
+    """What keeps a backend from running a call: the obstacles that it names, or the process's switch."""
+    return backend.why_not(problem) if backend.may_run else [REASON]
 
 
 class Verdict(NamedTuple):
@@ -60,7 +66,7 @@ def _verdict(b: Backend, problem: Any, chosen: bool) -> Verdict:
     if chosen:
         config = [b.describe_config(problem)] if b.describe_config else []
         return Verdict(b.name, "chosen", [b.summary, *config, *_rule_of_the_chosen(b, problem)])
-    if reasons := b.why_not(problem):
+    if reasons := why_not(b, problem):
         return Verdict(b.name, "cannot", reasons)
     if failed := _failed(b, problem):
         return Verdict(b.name, "set aside", [failed])
@@ -101,7 +107,7 @@ def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
 
 def _runnable(candidates: tuple[Backend, ...], problem: Any) -> list[Backend]:
     """The backends that "auto" may choose and that can run."""
-    return [b for b in candidates if not b.by_name_only(problem) and not b.why_not(problem) and not _failed(b, problem)]
+    return [b for b in candidates if not b.by_name_only(problem) and not why_not(b, problem) and not _failed(b, problem)]
 
 
 def _failed(backend: Backend, problem: Any) -> str:

@@ -373,6 +373,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 SDPA = Backend(
+    is_torch=True,
     name="sdpa",
     own_dropout=True,
     takes_as_it_is=_takes_as_it_is,

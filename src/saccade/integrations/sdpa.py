@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import get_overridable_functions, has_torch_function
 
+from saccade.engine.switch import is_disabled
 from saccade.engine.torch_sdpa import torch_attention
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention
@@ -48,7 +49,7 @@ def scaled_dot_product_attention(
 
 def _is_for_torch(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
     """Whether only torch's function computes what such a call means."""
-    if not _every_kernel_of_torch_is_allowed():
+    if is_disabled() or not _every_kernel_of_torch_is_allowed():
         return True
     given = (query, key, value, attn_mask)
     if has_torch_function(given) and any(_is_of_another_kind(x) for x in given):
@@ -79,23 +80,27 @@ def _every_kernel_of_torch_is_allowed() -> bool:
 class _Process:
     """What is replaced in this process: how many handles want it, and what stood there before the first. Guarded by `lock`."""
 
-    lock = threading.Lock()
-    wanted = 0
-    before: Any = None
+    def __init__(self) -> None:
+        self.lock, self.wanted = threading.Lock(), 0
+        self.before: Any = None
+
+
+# importlib.reload runs this file again in the same namespace, with torch's function still replaced
+_process: _Process = globals().get("_process") or _Process()
 
 
 class Replacement:
     """The handle that `replace_sdpa` returns. As a context manager it restores at the end of the block."""
 
     def __init__(self) -> None:
-        with _Process.lock:
-            if _Process.wanted == 0:
+        with _process.lock:
+            if _process.wanted == 0:
                 _prepare_torch()
-                _Process.before = F.scaled_dot_product_attention
+                _process.before = F.scaled_dot_product_attention
             else:
                 _refuse_foreign("a second replacement would not reach the calls that run it")
             F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
-            _Process.wanted += 1
+            _process.wanted += 1
         self._active = True
 
     @property
@@ -111,13 +116,13 @@ class Replacement:
             SaccadeError: this is the last one, and somebody has put another function there meanwhile; what stood there before may be put back by
                 anybody.
         """
-        with _Process.lock:
+        with _process.lock:
             if not self._active:
                 return
-            if _Process.wanted == 1:
+            if _process.wanted == 1:
                 _refuse_foreign("to restore torch's function would undo that")
-                F.scaled_dot_product_attention, _Process.before = _Process.before, None
-            _Process.wanted -= 1
+                F.scaled_dot_product_attention, _process.before = _process.before, None
+            _process.wanted -= 1
             self._active = False
 
     def __enter__(self) -> Replacement:
@@ -143,7 +148,12 @@ def _prepare_torch() -> None:
 
 def _refuse_foreign(consequence: str) -> None:
     current = F.scaled_dot_product_attention
-    if current is not scaled_dot_product_attention and current is not _Process.before:
+    # by name, as a reload makes another function of it
+    ours = (
+        getattr(current, "__module__", None) == __name__
+        and getattr(current, "__qualname__", None) == "scaled_dot_product_attention"
+    )
+    if not ours and current is not _process.before:
         name = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', repr(current))}"
         raise SaccadeError(
             f"torch.nn.functional.scaled_dot_product_attention is {name}, which took its place after saccade.replace_sdpa(); {consequence}: "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +63,9 @@ def require(architecture: str) -> Nvrtc:
     try:
         from cuda.core.utils import FileStreamProgramCache  # noqa: F401 (cuda-core before 1.0 has none)
     except ImportError as error:
-        raise CompilerUnavailable(f"CUDA C++ kernels need cuda-core, which is not here ({error}): {_INSTALL}") from None
+        # cuda-core imports bindings that some installations lack; the message of Python names them
+        missing = "cuda-bindings" if "bindings" in str(error) else "cuda-core"
+        raise CompilerUnavailable(f"CUDA C++ kernels need {missing}, which is not here ({error}): {_INSTALL}") from None
     able = next((nvrtc for nvrtc in find_all() if refusal(nvrtc, architecture) is None), None)
     if able is None:
         raise CompilerUnavailable(str(refusal(find_nvrtc(), architecture)))
@@ -85,6 +89,8 @@ def refusal(nvrtc: Nvrtc, architecture: str) -> str | None:
 
 def obstacles(architecture: str | int) -> tuple[str, ...]:
     """Sentences on why CUDA C++ cannot be compiled for an architecture here; empty if it can. For `why_not` of backends."""
+    if _assumed:
+        return ()
     given_up = _given_up.get(architecture_named(architecture)) if _given_up else None
     return _obstacles(architecture) if given_up is None else (given_up,)
 
@@ -93,6 +99,18 @@ def obstacles(architecture: str | int) -> tuple[str, ...]:
 # torch._dynamo and, with it, numpy
 obstacles._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _given_up: dict[str, str] = {}  # architecture -> the failure
+_assumed = False
+
+
+@contextlib.contextmanager
+def assumed() -> Iterator[None]:
+    """CUDA C++ counts as compilable for every architecture meanwhile, to describe another machine."""
+    global _assumed
+    before, _assumed = _assumed, True
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 def give_up(error: CompileError) -> bool:

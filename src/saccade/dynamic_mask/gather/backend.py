@@ -87,6 +87,7 @@ GATHER_CPP = Backend(
 )
 
 GATHER_TORCH = Backend(
+    is_torch=True,
     name="gather_torch",
     operation="dynamic_mask_attention",
     summary="plain torch on any device: gathers the kept keys of each block of queries, O(Tq * keep)",

@@ -52,7 +52,7 @@ def tile_size(extent: int) -> int:
 
 
 # (direction, tile rows, tile head dim) -> Config for bf16 and fp16 on sm_90.
-# Measured on one H200 by benchmarks/tune_short.py, 16,000 x 8 problems (8,000 x 8 at D = 256):
+# Measured on one H200 by tools/tuner, 16,000 x 8 problems (8,000 x 8 at D = 256):
 # benchmarks/results/h200/short_tune.csv
 LARGE: dict[tuple[str, int, int], Config] = {
     ("fwd", 32, 32): Config(2, heads=2),  # 0.25 ms, 0.96 of the streaming roof

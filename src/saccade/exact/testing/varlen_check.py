@@ -23,6 +23,8 @@ from saccade.testing.judge import Result, judge_calls
 from saccade.testing.roundings import IN_PIECES, UNAVOIDABLE
 
 Arrange = Callable[[Tensor], Tensor]
+# (call, the tensors that it is given, offsets that it reads) -> what is called in its place
+Graphed = Callable[[Callable[..., tuple[Tensor, ...]], Sequence[Tensor], Sequence[Tensor]], Callable[..., tuple[Tensor, ...]]]
 
 
 def check_varlen(
@@ -47,18 +49,19 @@ def check_calls(
     seeds: Sequence[int],
     lse: bool,
     arrange: Callable[[], Arrange | None],
+    graphed: Graphed | None = None,
 ) -> list[list[Result] | None]:
     """The same for several calls that differ in lengths, data and seeds, judged together: the results of each, None where the backend declines it and
     takes another.
 
     problems: of each case by `padded`, all to the same longest lengths, which the function is given as the longest; arrange: makes the arrangement of
-    each call.
+    each call; graphed: as in `run_packed`.
     """
     calls = list(zip(cases, problems, seeds, strict=True))
     outputs: dict[int, Outputs] = {}
     for i, (case, (_, data), seed) in enumerate(calls):
         try:
-            outputs[i] = run_packed(case, data, backend, seed, lse, arrange())
+            outputs[i] = run_packed(case, data, backend, seed, lse, arrange(), graphed)
         except UnsupportedProblem:
             if i == len(cases) - 1 and not outputs:
                 raise
@@ -118,9 +121,16 @@ def _visible(case: VarlenCase, q_len: int, k_len: int, device: torch.device | st
 
 
 def run_packed(
-    case: VarlenCase, inputs: Inputs, backend: str, seed: int = 0, lse: bool = True, arrange: Arrange | None = None
+    case: VarlenCase,
+    inputs: Inputs,
+    backend: str,
+    seed: int = 0,
+    lse: bool = True,
+    arrange: Arrange | None = None,
+    graphed: Graphed | None = None,
 ) -> Outputs:
-    """The public function on a case; its results padded with zeros (lse with -inf)."""
+    """The public function on a case; its results padded with zeros (lse with -inf). graphed: captures the call, a function of the tensors that take
+    a gradient, given those and the offsets."""
     device, (max_q, max_k) = inputs.query.device, (inputs.query.shape[2], inputs.key.shape[2])
     rows_q, rows_k = _rows(case.q_lengths, max_q, device), _rows(case.keys, max_k, device)
 
@@ -136,21 +146,26 @@ def run_packed(
     if case.k_lengths is None:
         offsets[1] = offsets[0]
     seed_generators(seed, inputs.query.device)
-    query, key, value = leaves[0].unbind(1) if case.packed else leaves
-    found = attend(
-        (
-            query, key, value, offsets[0], offsets[1], max_q, max_k, case.dropout_p, case.causal, None, case.heads != case.kv_heads, bias, lse,
-            backend,
-        ),
-        leaves[0] if case.packed else None,
-    )  # fmt: skip
-    out, log_sum = found if isinstance(found, tuple) else (found, None)
+    wanted = leaves if bias is None else [*leaves, bias]
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = tensors[0].unbind(1) if case.packed else tensors[:3]
+        found = attend(
+            (
+                query, key, value, offsets[0], offsets[1], max_q, max_k, case.dropout_p, case.causal, None, case.heads != case.kv_heads,
+                None if bias is None else tensors[-1], lse, backend,
+            ),
+            tensors[0] if case.packed else None,
+        )  # fmt: skip
+        return found if isinstance(found, tuple) else (found,)
+
+    out, *rest = (call if graphed is None else graphed(call, wanted, offsets))(*wanted)
+    log_sum = rest[0] if rest else None
     dout = packed(inputs.dout, rows_q).nan_to_num(0.0)
     sources, incoming = [out], [arrange(dout) if arrange else dout]
     if log_sum is not None and inputs.dlse is not None:
         sources.append(log_sum)
         incoming.append(_tokens_of(inputs.dlse, rows_q, case.tail).to(log_sum.dtype))
-    wanted = leaves if bias is None else [*leaves, bias]
     gradients = list(torch.autograd.grad(sources, wanted, incoming))
     if case.packed:
         gradients[:1] = gradients[0].unbind(1)

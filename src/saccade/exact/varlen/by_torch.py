@@ -199,6 +199,7 @@ def _added(args: VarlenArgs, q_len: int, k_len: int) -> tuple[Tensor | None, boo
 
 
 FLASH = Backend(
+    is_torch=True,
     name="flash",
     own_dropout=True,
     operation="attention_varlen",
@@ -208,6 +209,7 @@ FLASH = Backend(
     attend=_attend_flash,
 )
 SDPA = Backend(
+    is_torch=True,
     name="sdpa",
     own_dropout=True,
     operation="attention_varlen",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from saccade.engine.switch import REASON, is_disabled
 from saccade.nm_sparse.staged.config import softmax_lanes
 
 MAX_HEAD_DIM = 256
@@ -12,6 +13,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def why_not(device: torch.device, arch: int, dtype: torch.dtype, kv_len: int, head_dim: int | None = None) -> list[str]:
     """The obstacles to running a call, one sentence each; empty if it can run."""
+    if is_disabled():
+        return [REASON]
     if device.type != "cuda":
         return [f"needs a CUDA device, got {device.type}"]
     if arch < 80:

@@ -1,1 +1,0 @@
-"""`saccade soak`: random problems of every operation, for as long as wanted, each judged against float64."""

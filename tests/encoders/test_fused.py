@@ -1,0 +1,286 @@
+"""Compiled layers give what the layers give, at any number of tokens; weights moved side by side are saved, copied and moved as before."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+import transformers
+from encoders_made import MODELS, SIZES, made, padded
+from torch import nn
+
+import saccade
+from saccade.encoders import graphs, joined
+from saccade.encoders.attention import Borders
+from saccade.encoders.fused import Fusion, join_products, parts_of
+from saccade.errors import InvalidArgument
+
+
+def packed(lengths):
+    """(ids, positions and types `[3, tokens]`, borders)."""
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(x) for x in lengths])
+    ids = torch.randint(4, 30, positions.shape)
+    return torch.stack([ids, positions + 2, torch.zeros_like(ids)]), ends
+
+
+def fused(name):
+    """A served encoder whose layers are compiled without a backend, which takes the time that this file does not look at."""
+    model, _ = made(name)
+    one = saccade.optimize(model.float().eval(), fuse=True).served[0]
+    one.fusion.backend = "aot_eager"
+    return one
+
+
+def computed(run, one, lengths):
+    torch.manual_seed(len(lengths))
+    numbers, ends = packed(lengths)
+    arguments = {"input_ids": numbers[:1], "position_ids": numbers[1:2]}
+    if "token_type_ids" in one.signature.parameters:
+        arguments["token_type_ids"] = numbers[2:]
+    return run(arguments, Borders(ends, max(lengths)))
+
+
+@pytest.mark.sampled(4)  # each compiles for some ten seconds
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_and_gradients_at_any_number_of_tokens(name):
+    one = fused(name)
+    parameters = [x for x in one.model.parameters() if x.requires_grad]
+    with graphs._aliased(one.model, parameters) as leaves:  # as captures find a model
+        for lengths in [(5, 9, 7), (3, 1), (12, 12, 8)]:  # 32 tokens are the width of the model too
+            outputs = [computed(run, one, lengths) for run in (one.run, one.run_fused)]
+            torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+            weights = torch.linspace(-1, 1, outputs[0].numel()).view_as(outputs[0])
+            wanted, found = (torch.autograd.grad(x, leaves, weights, allow_unused=True) for x in outputs)
+            for x, y in zip(wanted, found, strict=True):
+                assert (x is None) == (y is None)
+                if x is not None:
+                    torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    assert not one.fusion.failed
+    assert all("forward" not in x.__dict__ for x in parts_of(one.model))
+
+
+def test_a_layer_is_compiled_once_for_all_sizes():
+    one = fused("electra")
+    with torch.no_grad():
+        computed(one.run_fused, one, (5, 9, 7))
+        seconds = one.fusion.seconds
+        for n in (3, 13, 15):
+            computed(one.run_fused, one, (n, 1, n))
+    assert one.fusion.seconds == seconds
+    assert one.fusion.describe().startswith("fused by torch.compile, which took")
+
+
+def test_under_autocast_the_product_is_of_its_dtype():
+    one = fused("bert")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(computed(one.run_fused, one, (5, 9)), computed(one.run, one, (5, 9)), rtol=2e-2, atol=2e-2)
+
+
+def test_dropout_differs_and_follows_the_seed():
+    model = transformers.BertModel(transformers.BertConfig(**SIZES, hidden_dropout_prob=0.5)).train()
+    one = saccade.optimize(model, fuse=True).served[0]
+    one.fusion.backend = "aot_eager"
+    numbers, ends = packed((5, 9))
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(one.run_fused({"input_ids": numbers[:1], "position_ids": numbers[1:2]}, Borders(ends, 9)))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_a_failing_compiler_leaves_the_layers_as_they_are():
+    one = fused("bert")
+    one.fusion.backend = "no such backend"
+    with torch.no_grad():
+        number = one.fusion.ready(one.state, one._example)
+        assert number == one.state.read()
+        assert "no such backend" in one.fusion.failed
+        torch.testing.assert_close(computed(one.run_fused, one, (5, 9)), computed(one.run, one, (5, 9)))
+    assert one.fusion.describe().startswith("not fused: torch.compile failed")
+
+
+def test_products_of_other_tensors_stay_apart():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 3), nn.Linear(4, 5), nn.Linear(4, 3, bias=False)
+
+        def forward(self, x, y):
+            return self.a(x), self.b(y), self.b(x), self.c(x)
+
+    counts = []
+
+    def backend(graph, inputs):
+        counts.append((join_products(graph), sum(n.target is torch._C._nn.linear for n in graph.graph.nodes)))
+        return graph.forward
+
+    module, x, y = Two(), torch.randn(2, 4), torch.randn(2, 4)
+    for a, b in zip(torch.compile(module, backend=backend)(x, y), module(x, y), strict=True):
+        torch.testing.assert_close(a, b)
+    assert counts == [(1, 2)]
+
+
+# --- weights side by side
+
+
+def moved(name="bert"):
+    """(a served encoder with weights side by side, its twin as it was)"""
+    one = fused(name)
+    twin = made(name)[1].float().eval()
+    before = one.state.read()
+    with torch.no_grad():
+        number = one.fusion.ready(one.state, one._example)
+    assert number != before
+    assert one.fusion.knows(number)
+    return one, twin
+
+
+def groups_of(one):
+    return [[x.data_ptr() for x in joined.parameters] for joined in one.fusion._joined]
+
+
+def test_one_memory_and_a_storage_each():
+    one, twin = moved()
+    layers = SIZES["num_hidden_layers"]
+    assert len(one.fusion._joined) == 2 * layers  # weights and biases
+    for group in one.fusion._joined:
+        q, k, v = group.parameters
+        assert k.data_ptr() - q.data_ptr() == q.nbytes
+        assert v.data_ptr() - k.data_ptr() == k.nbytes
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in (q, k, v))
+    for (name, x), (other, y) in zip(one.model.named_parameters(), twin.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(x, y)
+    with joined.looking() as wanted, torch.no_grad():
+        torch.testing.assert_close(computed(one.run_fused, one, (5, 9)), computed(one.run, one, (5, 9)), rtol=1e-5, atol=1e-5)
+    assert wanted == []
+
+
+def test_values_changed_in_place_are_seen():
+    one, _ = moved()
+    for change in (lambda x: x.mul_(1.5), lambda x: x.data.add_(0.1)):
+        with torch.no_grad():
+            change(one.model.encoder.layer[0].attention.self.key.weight)
+            torch.testing.assert_close(computed(one.run_fused, one, (5, 9)), computed(one.run, one, (5, 9)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["to", "data", "assign", "parameter", "ema"])
+def test_weights_that_moved_away_are_put_together_again(change):
+    one, twin = moved()
+    model = one.model
+    key = model.encoder.layer[0].attention.self.key
+    with torch.no_grad():
+        if change == "to":
+            model.to(torch.bfloat16).to(torch.float32)
+        elif change == "data":
+            key.weight.data = torch.randn_like(key.weight)
+        elif change == "assign":
+            model.load_state_dict({name: x * 2 for name, x in twin.state_dict().items()}, assign=True)
+        elif change == "parameter":
+            key.weight = nn.Parameter(torch.randn_like(key.weight))
+        else:
+            average = torch.optim.swa_utils.AveragedModel(copy.deepcopy(twin), use_buffers=True)
+            average.update_parameters(twin)
+            for x, y in zip(model.parameters(), average.module.parameters(), strict=True):
+                x.data = y.data.clone()
+        torch.testing.assert_close(computed(one.run_fused, one, (5, 9)), computed(one.run, one, (5, 9)), rtol=1e-5, atol=1e-5)
+        number = one.state.read()
+        assert not one.fusion.knows(number)
+        parameters = list(model.parameters())
+        one.fusion.ready(one.state, one._example)
+        assert all(x is y for x, y in zip(model.parameters(), parameters, strict=True))
+        with joined.looking() as wanted:
+            torch.testing.assert_close(computed(one.run_fused, one, (5, 9)), computed(one.run, one, (5, 9)), rtol=1e-5, atol=1e-5)
+        assert wanted == []
+
+
+def test_copies_and_files_are_as_without(tmp_path):
+    from safetensors.torch import save_model
+
+    one, twin = moved()
+    model, path = one.model, tmp_path / "weights"
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # run as stock
+        assert not set(itertools.chain(*groups_of(one))) & {x.data_ptr() for x in copied.parameters()}
+        batch = padded((5, 9), 0, "right", width=9)
+        torch.testing.assert_close(copied(*batch)[0], twin(*batch)[0], rtol=1e-5, atol=1e-5)
+    sizes = []
+    for x in (model, twin):
+        buffer = io.BytesIO()
+        torch.save(x.state_dict(), buffer)
+        sizes.append(len(buffer.getvalue()))
+    assert sizes[0] == sizes[1]
+    written = []
+    for i, x in enumerate((model, twin)):
+        save_model(x, str(path) + str(i))
+        x.save_pretrained(tmp_path / f"model{i}")
+        written.append([(tmp_path / f"weights{i}").read_bytes(), (tmp_path / f"model{i}" / "model.safetensors").read_bytes()])
+    assert written[0] == written[1]
+
+
+def test_restore_gives_each_its_own_memory():
+    model, twin = made("bert")
+    model, twin = model.float(), twin.float()
+    handle = saccade.optimize(model, fuse=True)
+    one = handle.served[0]
+    one.fusion.backend = "aot_eager"
+    with torch.no_grad():
+        one.fusion.ready(one.state, one._example)
+    memories = [(x.address, x.address + x.memory.nbytes) for x in one.fusion._joined]
+    handle.restore()
+    assert memories
+    for x, y in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(x, y)
+        assert not any(first <= x.data_ptr() < last for first, last in memories)
+
+
+def test_tied_and_odd_weights_stay_where_they_are():
+    a, b, odd = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(3, 3)
+    b.weight = a.weight
+    view = nn.Linear(4, 4)
+    view.weight.data = torch.randn(8, 4)[:4]
+    model = nn.ModuleList([a, b, odd, view])
+    wanted = [(a.weight.data_ptr(), b.weight.data_ptr()), (odd.weight.data_ptr(),), (view.weight.data_ptr(),), (1234,)]
+    before = [x.data_ptr() for x in model.parameters()]
+    assert joined.join(model, wanted) == []
+    assert [x.data_ptr() for x in model.parameters()] == before
+
+
+def test_gradients_of_frozen_parts():
+    one = fused("bert")
+    for layer in one.model.encoder.layer:
+        layer.attention.self.key.weight.requires_grad_(False)
+        layer.attention.self.query.bias.requires_grad_(False)
+    wanted, found = [], []
+    for into, run in ((wanted, one.run), (found, one.run_fused)):
+        one.model.zero_grad()
+        computed(run, one, (5, 9)).square().sum().backward()
+        into += [x.grad for x in one.model.parameters()]
+    for x, y in zip(wanted, found, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_bad_arguments_and_explain():
+    model, _ = made("bert")
+    with pytest.raises(InvalidArgument, match="fuse is 'yes'"):
+        saccade.optimize(model, fuse="yes")
+    assert isinstance(saccade.optimize(model, fuse=True).served[0].fusion, Fusion)
+
+
+def test_flops_are_those_of_the_products_apart():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, weights = torch.randn(5, 8, requires_grad=True), [torch.randn(n, 8, requires_grad=True) for n in (8, 4, 4)]
+    counts = []
+    for run in (lambda: joined.product(x, weights, []), lambda: torch.cat([x @ w.t() for w in weights], 1)):
+        with FlopCounterMode(display=False) as counter:
+            run().sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0

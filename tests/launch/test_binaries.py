@@ -1,0 +1,74 @@
+"""Binaries of the CUDA sources that have no larger test without a GPU: they compile for every target, spill nothing and fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from saccade.exact.ragged import mask_bits, sm80
+from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, VarlenArgs
+from saccade.nm_sparse import bias_rows, key_bits
+from saccade.nm_sparse.fused import last_wave
+from saccade.nvrtc import build, obstacles
+from tools.aot import SHARED_LIMIT
+from tools.cubin import Usage, resource_usage
+
+pytest.importorskip("cuda.core")
+pytest.importorskip("triton")  # its wheel has the tools that read a binary
+TARGETS = pytest.mark.parametrize("architecture", ["80", "90", "120"])
+
+
+def usage_of(source, options, architecture: str) -> Usage:
+    if obstacles(architecture):
+        pytest.skip(obstacles(architecture)[0])
+    (usage,) = resource_usage(build(source, architecture, options).cubin).values()
+    return usage
+
+
+@pytest.mark.sampled(4)
+@TARGETS
+@pytest.mark.parametrize(("causal", "dtype", "has_dlse"), [(FULL, torch.bfloat16, False), (BOTTOM_RIGHT, torch.float16, True)])
+@pytest.mark.parametrize("key", sm80.CONFIGS, ids=str)
+def test_binaries_of_the_ragged_backward(key, causal, dtype, has_dlse, architecture):
+    tile, dim = key
+    config, rows = sm80.CONFIGS[key], torch.empty(200, 4, dim, dtype=dtype)
+    ends = torch.empty(5, dtype=torch.int32)
+    args = VarlenArgs(rows, rows, rows, ends, ends, None, None, tile, tile, 0.0, causal, 0.1)
+    usage = usage_of(sm80.SOURCE, sm80.options(tile, args, has_dlse, config.stages), architecture)
+    assert usage.stack == 0
+    shared = sm80.shared_bytes(tile, dim, config.stages) + usage.shared
+    assert 2 * tile * usage.registers <= 65536  # two warps for every 16 rows
+    assert architecture == "120" or shared <= SHARED_LIMIT[int(architecture)]  # where it does not fit, `takes` declines
+
+
+@TARGETS
+@pytest.mark.parametrize("rows_lie_close", [False, True])
+def test_binaries_of_mask_bits(rows_lie_close, architecture):
+    mask = torch.ones(2, 3, 40, 70, dtype=torch.bool)
+    call = mask_bits.mask_bits_call(mask.mT if rows_lie_close else mask, torch.empty(2, 3, 70, 2, dtype=torch.int64), 132)
+    assert usage_of(call.source, call.options, architecture).stack == 0
+
+
+@TARGETS
+def test_binaries_of_key_bits(architecture):
+    mask = torch.ones(2, 70, dtype=torch.bool)
+    call = key_bits.key_bits_call(mask, torch.empty(2, 4, dtype=torch.int32), torch.empty(2, 2, dtype=torch.int32), None)
+    assert usage_of(call.source, call.options, architecture).stack == 0
+
+
+@TARGETS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_binaries_of_shown_values(dtype, architecture):
+    value, bias = torch.ones(2, 2, 70, 64, dtype=dtype), torch.zeros(2, 4, 5, 70)
+    call = bias_rows.shown_values_call(value, bias, torch.empty(2, 2, 70, dtype=torch.bool), None)
+    assert usage_of(call.source, call.options, architecture).stack == 0
+
+
+@TARGETS
+@pytest.mark.parametrize("dim", [64, 128])
+def test_binaries_of_combine(dim, architecture):
+    plan = last_wave.split(140, 132, 64)
+    parts = last_wave.allocate(plan, 128, dim, torch.device("cpu"))
+    out, lse = torch.empty(1, 140, 128, dim, dtype=torch.bfloat16), torch.empty(1, 140, 128)
+    call = last_wave.combine_call(*parts, out, lse, plan, None)
+    assert usage_of(call.source, call.options, architecture).stack == 0

@@ -1,0 +1,1 @@
+"""The loop for one kernel: `make kernel K=exact/short/forward`."""

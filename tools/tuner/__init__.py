@@ -1,0 +1,1 @@
+"""The search for configurations of the family `short`: `python -m tools.tuner`."""
