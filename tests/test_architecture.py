@@ -126,7 +126,7 @@ def test_kernels_of_a_wing_need_no_tests_of_it(wing):
 @pytest.mark.parametrize(("wing", "family"), [(wing, family) for wing in WINGS for family in FAMILIES[wing]])
 def test_a_family_imports_neither_another_nor_what_calls_it(wing, family):
     others = [other for other in FAMILIES[wing] if other != family]
-    above = ("api", "op", "gradient", "prepared", "backends", "reference", "standin")
+    above = ("api", "op", "ops", "op_again", "slots", "gradient", "prepared", "backends", "reference", "standin")
     forbidden = tuple(f"saccade.{wing}.{room}" for room in (*others, *above))
     for path in under(f"{wing}/{family}"):
         # the decoding cache is a public object and looks for a backend like the public function
@@ -138,7 +138,11 @@ def test_users_of_operations_know_no_kernels():
     kernels = tuple(f"saccade.{wing}.{family}" for wing in WINGS for family in FAMILIES[wing] if family != "decode")
     for room in ("nn/", "integrations/", "cli/", "distributed/"):
         for path in under(room):
-            internal = tuple(f"saccade.{wing}.{part}" for wing in WINGS for part in ("op", "gradient", "prepared", "standin"))
+            internal = tuple(
+                f"saccade.{wing}.{part}"
+                for wing in WINGS
+                for part in ("op", "ops", "op_again", "slots", "gradient", "prepared", "standin")
+            )
             assert not reaches(imports(path), *kernels, *internal), path
 
 

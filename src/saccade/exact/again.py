@@ -15,7 +15,7 @@ from saccade.engine.problem import made_again
 from saccade.exact.args import AttentionArgs
 from saccade.exact.op import OPS
 from saccade.exact.problem import by_window, in_one_batch
-from saccade.exact.slots import Backward, slots, third_of
+from saccade.exact.slots import Backward, numbers_of, slots, third_of
 
 
 def offer(
@@ -79,14 +79,8 @@ def _offer_ours(
         empty = [by_window(problem, x) for x in empty[:3]] + [x.view(given[3].shape) for x in empty[3:]]
     lengths = -1 if args.lengths is None else len(inputs) - 1
     form = (packed, chosen.saves_output, drops, lengths, problem.kv_len, wide, expanded)
-    numbers = {
-        "dropout_p": problem.dropout_p,
-        "is_causal": problem.is_causal,
-        "scale": problem.scale,
-        "launches": prepared.launches,
-    }
     folds = (_in_one_batch, lambda rows: tuple([by_window(problem, x) for x in rows])) if problem.windows else (dict, tuple)
-    backward = Backward(OPS, prepared, native.calls.key(call), names, drops, numbers, (), *folds)
+    backward = Backward(OPS, prepared, native.calls.key(call), names, drops, numbers_of(OPS, args), (), *folds)
     native.calls.remember(call, out.transpose(1, 2) if packed else out, lse, forward, empty, backward, form)
 
 

@@ -32,11 +32,16 @@ def third_of(qkv: Tensor) -> int:
     return qkv.stride(-3) * qkv.element_size()
 
 
+def numbers_of(ops: Ops, args: Any) -> dict[str, Any]:
+    """The fields of a record that are no tensors, by name."""
+    return dict(zip(ops.fields.names[ops.tensors : ops.fields.whole], args[ops.tensors :], strict=False))
+
+
 class Backward(NamedTuple):
     """The backward of calls of one kind.
 
-    key: of the calls, as C++ has it. inputs: names of their tensors. numbers: the other fields of the record. varying: names of numbers that C++ hands
-    over after the tensors. fold, unfold: of the tensors by name, and of the gradients, if kernels are given other views of them.
+    key: of the calls, as C++ has it. inputs: names of their tensors. numbers: what `numbers_of` finds. varying: names of numbers that C++ hands over
+    after the tensors. fold, unfold: of the tensors by name, and of the gradients, if kernels are given other views of them.
 
     It lives as long as the process, so it holds no tensor of the call that was described.
     """
@@ -60,7 +65,7 @@ class Backward(NamedTuple):
         into = None if qkv is None else torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         found = self.fold(self._parts(tensors))
         fields = {name: found.get(name) for name in self.ops.fields.names[: self.ops.tensors]}
-        args = self.ops.record(**fields, **self.numbers, **{name: found[name] for name in self.varying})
+        args = self.ops.record(**fields, **(self.numbers | {name: found[name] for name in self.varying}))
         folded, out, lse = found["dout"], found.get("out"), found["lse"]
         with torch.no_grad():
             *gradients, dbias = self.ops.launchers(self.prepared.asked).backward(

@@ -11,7 +11,7 @@ from saccade import native
 from saccade.engine import prepare
 from saccade.engine.prepare import Prepared
 from saccade.env import check_lengths
-from saccade.exact.slots import Backward, slots, third_of
+from saccade.exact.slots import Backward, numbers_of, slots, third_of
 from saccade.exact.varlen.args import ALIGNMENTS, VarlenArgs, VarlenCall
 from saccade.exact.varlen.op import OPS
 
@@ -59,7 +59,8 @@ def offer(prepared: Prepared, call: tuple, args: VarlenArgs, out: Tensor, lse: T
     prepared.launches.remember(layout, True)
     differentiable = (args[:3] if qkv is None else (qkv,)) if prepared.problem.needs_grad else ()
     empty = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in differentiable]
-    numbers = {"dropout_p": args.dropout_p, "causal": args.causal, "scale": args.scale}
-    backward = Backward(OPS, prepared, native.calls.key(call), names, args.seed is not None, numbers, ("max_q", "max_k"))
+    backward = Backward(
+        OPS, prepared, native.calls.key(call), names, args.seed is not None, numbers_of(OPS, args), ("max_q", "max_k")
+    )
     form = (chosen.saves_output, args.seed is not None, *chosen.limits(args))
     native.calls.remember_ragged(call, out, lse, launches, empty, backward, form)
