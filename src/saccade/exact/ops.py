@@ -7,7 +7,6 @@ There is one opaque op for each direction. `Library.define` with a plain `autogr
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -60,8 +59,6 @@ class Ops:
         self.name, self.rows, self.shapes = name, rows, shapes
         self.fields = fields = Fields(record)
         self.record, self.tensors, self.count = fields.record, fields.tensors, fields.count
-        # of the description of a call: the numbers of its record
-        self.numbers = attrgetter(*fields.names[fields.tensors : fields.count])
         self.keeps_launches = "launches" in fields.names
         self.replay_forward, self.replay_backward = replayed
         self.by_name = {backend.name: backend for backend in backends}

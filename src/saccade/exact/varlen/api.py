@@ -249,7 +249,7 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
     offsets_q = checked_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], problem.max_q)
     offsets_k = checked_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], problem.max_k)
     same = cu_seqlens_k is cu_seqlens_q
-    rest = (attn_bias, draw_seed(problem, chosen), *OPS.numbers(problem))
+    rest = (attn_bias, draw_seed(problem, chosen), problem.max_q, problem.max_k, problem.dropout_p, problem.causal, problem.scale)
     # one tensor stays one, converted or not: its lists are made once
     args = VarlenArgs(query, key, value, offsets_q, offsets_q if same else offsets_k, *rest)
     if chosen.attend is not None:
