@@ -51,8 +51,9 @@ def _replayed(
     take, causal = itemgetter(*map(given.index, names)), names.index("causal")
 
     def call(arguments: tuple) -> tuple | None:
-        if any(arguments[i] is not None for i in refused):
-            return None
+        for i in refused:
+            if arguments[i] is not None:
+                return None
         found = take(arguments)
         return (*found[:causal], ALIGNMENTS[found[causal]], *found[causal + 1 :], direction)
 
