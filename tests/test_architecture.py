@@ -186,9 +186,15 @@ def test_nvrtc_knows_nothing_of_attention():
     for path in under("nvrtc/"):
         reached = reaches(imports(path), "saccade")
         # the version is part of a cache key, and is read when a key is made
-        allowed = ("saccade.env", "saccade.errors", "saccade.folders", "saccade.nvrtc", "saccade.__version__")
+        allowed = ("saccade.compiled", "saccade.env", "saccade.errors", "saccade.folders", "saccade.nvrtc", "saccade.__version__")
         assert reached == reaches(reached, *allowed), path
         assert "saccade.__version__" not in imports(path, top_level=True), path
+
+
+def test_the_list_of_compiled_files_knows_folders_alone():
+    (path,) = [path for path in FILES if module_of(path) == "saccade.compiled"]
+    assert reaches(imports(path), "saccade") == reaches(imports(path), "saccade.env", "saccade.folders")
+    assert not reaches(imports(path), "torch")
 
 
 def test_nvrtc_loads_no_compiler_at_import():

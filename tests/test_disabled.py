@@ -14,6 +14,7 @@ from encoders_made import made, padded
 
 import saccade
 from saccade.cli.explain import Call, answer
+from saccade.cli.info import backends_on
 from saccade.engine.switch import REASON, is_disabled
 from saccade.integrations import sdpa
 from saccade.operations import OPERATIONS
@@ -49,6 +50,13 @@ def test_auto_takes_torchs_kernels_or_the_reference(operation):
         assert chosen.split()[1].rstrip(":") in ("sdpa", "flash", "gather_torch", "reference")
         assert REASON in answer(call, None, 90)
     assert REASON not in answer(call, None, 90)
+
+
+def test_info_says_so():
+    with saccade.disabled():
+        found = backends_on(torch.device("cpu"))["dynamic_mask_attention"]
+    assert found["gather_cpp"] == [REASON]
+    assert found["gather_torch"] == found["reference"] == []
 
 
 def test_dynamic_masks_and_their_decoding(monkeypatch):

@@ -274,6 +274,12 @@ def test_bad_arguments_and_explain():
     assert isinstance(saccade.optimize(model, fuse=True).served[0].fusion, Fusion)
 
 
+def test_what_is_not_packed_is_said_not_to_be_fused():
+    config = transformers.DebertaV2Config(**SIZES, relative_attention=True, pos_att_type=["p2c", "c2p"])
+    handle = saccade.optimize(transformers.DebertaV2Model(config), fuse=True)
+    assert "DebertaV2Model: not fused: only encoders whose texts are packed are" in handle.explain()
+
+
 def test_flops_are_those_of_the_products_apart():
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from saccade import __version__, native
-from saccade.cli import cache
 from saccade.cli.device import describe
 from saccade.cli.explain import Call, problem_of
+from saccade.compiled import kernels, libraries
+from saccade.engine.dispatch import why_not
 from saccade.env import interpreting_triton
 from saccade.errors import CompilerUnavailable
 from saccade.hardware import arch_of, has_package, package_version
@@ -46,7 +47,7 @@ def backends_on(device: torch.device) -> dict[str, dict[str, list[str]]]:
         if "lengths" in inspect.signature(operation.describe).parameters:
             calls.append(replace(plain, lengths=True))
         problems = [problem_of(each, device) for each in calls]
-        found[name] = {b.name: min((b.why_not(problem) for problem in problems), key=len) for b in operation.backends}
+        found[name] = {b.name: min((why_not(b, problem) for problem in problems), key=len) for b in operation.backends}
     return found
 
 
@@ -77,7 +78,7 @@ def collect() -> Report:
         "nvrtc": nvrtc(),
         "known_calls": native.status(),
         "caches": {"triton": _triton_cache()}
-        | {kept.folder.name: f"{kept.folder} ({kept.describe()})" for kept in cache.contents()},
+        | {kept.folder.name: f"{kept.folder} ({kept.describe()})" for kept in (kernels(), libraries())},
     }
 
 

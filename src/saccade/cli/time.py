@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.cli.device import describe, device_of
 from saccade.cli.explain import Call, problem_of
-from saccade.engine.dispatch import verdicts
+from saccade.engine.dispatch import verdicts, why_not
 from saccade.engine.prepare import wait_for_known_calls
 from saccade.engine.problem import Problem
 from saccade.engine.torch_sdpa import torch_attention
@@ -239,7 +239,7 @@ def _calls(task: Task, problem: Problem, inputs: Inputs) -> dict[str, Callable[[
         return call
 
     # the references are left out: they say what is meant, not how fast it can be
-    names = [b.name for b in OPERATIONS["attention"].backends if not b.is_reference and not b.why_not(problem)]
+    names = [b.name for b in OPERATIONS["attention"].backends if not b.is_reference and not why_not(b, problem)]
     found: dict[str, Callable[[], object]] = {"auto": ours("auto")} | {name: ours(name) for name in names} | {_TORCH: torchs}
     return found | {name: forced(kernel) for name, kernel in _KERNELS.items()}
 
@@ -249,7 +249,7 @@ def _those_that_run(
 ) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
     """The calls that succeed once, and a reason for each backend and kernel that does not run."""
     backends = [b for b in OPERATIONS["attention"].backends if not b.is_reference]
-    declined = {b.name: "; ".join(reasons) for b in backends if (reasons := b.why_not(problem))}
+    declined = {b.name: "; ".join(reasons) for b in backends if (reasons := why_not(b, problem))}
     able = {}
     for name, call in calls.items():
         try:

@@ -31,7 +31,7 @@ class Fusion:
 
     Attributes:
         failed: why nothing is compiled; empty if nothing failed.
-        seconds: what torch's compiler took so far, without the tracing before it.
+        seconds: what torch's compiler took for forward so far, without the tracing before it. Backward is compiled when it first runs.
     """
 
     def __init__(self, model: nn.Module, backend: str = "inductor"):
@@ -47,8 +47,6 @@ class Fusion:
     def ready(self, state: State, run: Callable[[], Any]) -> int:
         """The number of the state, after a run that compiles the layers and moves the weights of their products side by side."""
         number = state.read()
-        if state.watched:
-            return number
         try:
             with joined.looking() as wanted, torch.inference_mode(False), torch.no_grad(), self.active():
                 run()
@@ -98,7 +96,7 @@ class Fusion:
         if self.seconds == 0:
             return "fused by torch.compile at its first capture"
         moved = sum([x.holds() for x in self._joined])
-        return f"fused by torch.compile, which took {self.seconds:.1f} s; {moved} weights and biases lie side by side"
+        return f"fused by torch.compile, which took {self.seconds:.1f} s for forward; {moved} weights and biases lie side by side"
 
 
 @lru_cache

@@ -250,6 +250,8 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool = False) -> O
         tower = images.tower_of(base)
         reason = families.why_not(base, embeds) if tower is None else images.why_not(base)
         as_it_is = padded.encoder(base, float(memory), reason) if reason and tower is None else None
+        if fuse and (as_it_is is not None or tower is not None):
+            left.append(f"{type(base).__name__}: not fused: only encoders whose texts are packed are")
         if as_it_is is not None:
             served.append(as_it_is)
         elif reason:

@@ -264,9 +264,10 @@ class Served(Encoder):
 
     def current_state(self) -> int:
         """The number of the model's state. Before the first graph of a state, fused layers are compiled, and weights put side by side."""
-        number = self.state.read()
-        fusion, device = self.fusion, self.state.tensors[0].device
-        if fusion is None or device.type != "cuda" or self.failed or fusion.knows(number):
+        number, fusion = self.state.read(), self.fusion
+        if fusion is None or fusion.knows(number) or self.failed or self.state.watched:
+            return number
+        if self.state.tensors[0].device.type != "cuda":
             return number
         self.say(f"{type(self.model).__name__}: torch.compile works on its layers, once for all sizes; fuse=False leaves it out")
         number = fusion.ready(self.state, self._example)

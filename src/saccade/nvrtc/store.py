@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import threading
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from saccade.compiled import kernels
 from saccade.env import cache_folder
 from saccade.folders import make_private
 
@@ -69,22 +69,14 @@ def unpack(key: str, kept: bytes) -> bytes | None:
 
 def contents() -> Contents:
     """The folder of the cubins, their number and their size, without opening any."""
-    sizes = []
-    for path in _files():
-        try:
-            sizes.append(path.stat().st_size)
-        except OSError:  # deleted since it was listed
-            continue
-    return Contents(folder(), len(sizes), sum(sizes))
+    kept = kernels()
+    return Contents(kept.folder, len(kept.files), kept.bytes)
 
 
 def clear() -> Contents:
     """Delete every cubin and return what was there. Raises OSError if one cannot be deleted, or if others can write into the folder."""
-    if folder().exists():
-        make_private(folder())
     before = contents()
-    for path in _files():
-        path.unlink(missing_ok=True)
+    kernels().delete()
     forget()
     return before
 
@@ -119,12 +111,6 @@ def _open() -> Any | None:
                 _warn("use", error)
                 _opened[place] = None
         return _opened[place]
-
-
-def _files() -> list[Path]:
-    # recognised by their names, 2 and 62 digits of a hash, so that `clear` deletes nothing else, whatever the folder
-    found = folder().glob("entries/??/*")
-    return [path for path in found if re.fullmatch(r"[0-9a-f]{64}", path.parent.name + path.name)]
 
 
 def _checksum(key: str, cubin: bytes) -> bytes:

