@@ -414,10 +414,11 @@ def compiled(request, tmp_path_factory):
     release, arch = request.param
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # compile here, whatever an earlier run left
-    if release == "newest":
-        if not NEWEST.is_dir():
-            pytest.skip(f"there is no {NEWEST}; `make setup` installs it")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(NEWEST), environment.get("PYTHONPATH"))))
+    if release == "newest" and not NEWEST.is_dir():
+        pytest.skip(f"there is no {NEWEST}; `make setup` installs it")
+    root = str(Path(__file__).parent.parent.parent)  # for tools
+    places = ([str(NEWEST)] if release == "newest" else []) + [root, *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(places)
     done = subprocess.run([sys.executable, __file__, str(arch)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return release, arch, json.loads(done.stdout.splitlines()[-1])
