@@ -271,7 +271,10 @@ def test_bad_arguments_and_explain():
     model, _ = made("bert")
     with pytest.raises(InvalidArgument, match="fuse is 'yes'"):
         saccade.optimize(model, fuse="yes")
-    assert isinstance(saccade.optimize(model, fuse=True).served[0].fusion, Fusion)
+    with saccade.optimize(model) as handle:
+        assert isinstance(handle.served[0].fusion, Fusion)
+    with saccade.optimize(model, fuse=False) as handle:
+        assert handle.served[0].fusion is None
 
 
 def test_what_is_not_packed_is_said_not_to_be_fused():
