@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 _MAKERS = (torch.tensor, torch.as_tensor)
 
 

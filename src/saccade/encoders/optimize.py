@@ -259,7 +259,9 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
         elif reason:
             left.append(f"{type(base).__name__}: stock: {reason}")
         else:
-            served.append(Served(base, float(memory), has_head, fuse is not False) if tower is None else Batched(base, float(memory), tower))
+            served.append(
+                Served(base, float(memory), has_head, fuse is not False) if tower is None else Batched(base, float(memory), tower)
+            )
     if not served and not left and not has_transformers:
         raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
     if not served:

@@ -35,7 +35,9 @@ def survivors_kernel(seed, bounds, bits, total, longest, words, dropout_p, HEADS
         counter = ((rows - first)[:, None] * ((longest + 3) // 4) + word * 8 + groups).to(tl.uint32)
         zero = counter * 0
         r0, r1, r2, r3 = tl.philox(key, counter, zero + problem[:, None].to(tl.uint32), zero, zero)
-        four = _survives(r0, dropout_p) + 2 * _survives(r1, dropout_p) + 4 * _survives(r2, dropout_p) + 8 * _survives(r3, dropout_p)
+        four = (
+            _survives(r0, dropout_p) + 2 * _survives(r1, dropout_p) + 4 * _survives(r2, dropout_p) + 8 * _survives(r3, dropout_p)
+        )
         whole = tl.sum(four << (4 * groups), 1)  # no two bits meet
         tl.store(bits + (h.to(tl.int64) * total + rows) * words + word, whole, mask=exist)
 
