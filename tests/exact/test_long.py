@@ -381,6 +381,6 @@ def test_what_auto_takes_of_calls_with_features(monkeypatch, changes, said):
 
 
 def test_explain_tells_what_would_run(monkeypatch):
-    assert LONG.describe_config(problem_of(monkeypatch)).count("Sm90Config") == 2
-    assert LONG.describe_config(problem_of(monkeypatch, grad=False)).count("Sm90Config") == 1
+    assert LONG.form(problem_of(monkeypatch)).count("Sm90Config") == 2
+    assert LONG.form(problem_of(monkeypatch, grad=False)).count("Sm90Config") == 1
     assert long_backend.LONGEST <= long_backend.MAX_TOKENS <= sm90.MAX_TOKENS

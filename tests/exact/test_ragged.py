@@ -310,7 +310,7 @@ def test_the_bucket_of_128_goes_to_the_kernels_of_sm90(longest, taken, compiles,
 def test_explain_tells_what_computes_sequences_beyond_the_tiles(changes, forward, backward):
     tokens, ends = torch.empty(500, 4, 64, dtype=torch.bfloat16, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
     problem = describe_varlen(tokens, tokens, tokens, ends, ends, 300, 300, 0.0, 0, None, False, None, False, True, False)
-    told = RAGGED.describe_config(replace(problem, **{"device_type": "cuda", "arch": 90} | changes))
+    told = RAGGED.form(replace(problem, **{"device_type": "cuda", "arch": 90} | changes))
     assert re.search(forward, told)
     assert re.search(backward, told)
 
@@ -321,5 +321,5 @@ def test_explain_tells_what_computes_grouped_heads(heads, longest, told):
     problem = describe_varlen(
         tokens, tokens, tokens, ends, ends, longest, longest, 0.0, 0, None, False, None, False, True, False
     )  # fmt: skip
-    found = RAGGED.describe_config(replace(problem, device_type="cuda", arch=90, heads=heads))
+    found = RAGGED.form(replace(problem, device_type="cuda", arch=90, heads=heads))
     assert re.search(f"fwd beyond: .*{told}.*bwd beyond: .*{told}", found)

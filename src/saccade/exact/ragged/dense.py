@@ -102,6 +102,6 @@ DENSE = Backend(
     prefers=_prefers,
     launchers=_load,
     saves_output=True,
-    describe_config=_describe,
+    form=_describe,
     rule=_rule,
 )
