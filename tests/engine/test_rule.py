@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from saccade.engine.dispatch import explain, verdicts
-from saccade.engine.rule import Row, Rule, Source, square
+from saccade.engine.rule import Line, Row, Rule, Source, square
 from saccade.exact.backends import BACKENDS
 from saccade.exact.problem import describe_attention
 from saccade.exact.ragged.backend import RAGGED
@@ -49,7 +49,9 @@ def sizes(description: str) -> dict[str, int]:
     return {"q_len": longest, "kv_len": longest, **{{"Tq": "q_len", "Tk": "kv_len"}.get(n, n): x for n, x in found.items()}}
 
 
-def matching(path: str, row: Row) -> list[dict[str, str]]:
+def matching(path: str, row: Row | Line) -> list[dict[str, str]]:
+    if isinstance(row, Line):
+        return [r for r in rows_of(path) if r["problem"] == row.problem]
     wanted = {"q_len": row.q_len, "kv_len": row.kv_len, "D": row.head_dim}
     return [
         r
@@ -124,7 +126,7 @@ def contradicts(rule: Rule, grad: bool, least: float) -> bool:
     return least < NOISE
 
 
-def speeds(backend: str, path: str, row: Row, direction: str) -> list[float]:
+def speeds(backend: str, path: str, row: Row | Line, direction: str) -> list[float]:
     """Of a backend, as multiples of torch's; in the table of host time, of a call that Python launches."""
     of_the_host = path.endswith("short_overhead.csv")
     name = "python" if of_the_host else backend
@@ -152,7 +154,9 @@ def test_a_source_in_a_line():
 def test_explain_names_rule_and_rows_of_the_chosen_and_of_the_others():
     problem = next(p for p in problems() if p.q_len == 50 and p.head_dim == 64 and p.batch == 1024 and p.needs_grad)
     text = explain((SHORT,), problem)
-    assert "measured faster than torch's function (benchmarks/results/h200/short_sizes.csv at Tq=32 Tk=32 D=64 B*H=12,288" in text
+    row = "attention(B=1024 H=12 Tq=50 Tk=50 D=64 bf16 grad sm_90)"
+    assert "the nearest measured call took 0.2" in text
+    assert f"by torch's function (benchmarks/results/h200/short_sizes.csv at {row})" in text
     assert text.count("\n") == 1
     declined = replace(problem, batch_shape=(8,), host_counts=True)
     text = explain(BACKENDS, declined)

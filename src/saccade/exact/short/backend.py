@@ -10,6 +10,7 @@ from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Row, Rule, square, table, taken
+from saccade.exact import measured
 from saccade.exact.short.measured import gains
 from saccade.hardware import SMALL_SHARED
 from saccade.launch.requirements import triton_reasons
@@ -62,7 +63,7 @@ def _rule(problem: Problem) -> Rule:
     """
     if problem.device_type != "cuda":
         return Rule("the interpreter is for tests")
-    return _too_small(problem) or _slower(problem) or taken(gains(problem, _few(problem)))
+    return _too_small(problem) or measured.rule(problem, "short") or _slower(problem) or taken(gains(problem, _few(problem)))
 
 
 def _few(problem: Problem) -> bool:
