@@ -9,6 +9,7 @@ sizes of a problem weigh `WEIGHT` times as much as their number. Beyond `FARTHES
 from __future__ import annotations
 
 import csv
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,7 +100,7 @@ def _takes_cuda(problem: Problem) -> bool:
 
 def _nearest(name: str, class_: tuple, place_: tuple, way: str, by_cuda: bool) -> tuple | None:
     wanted, place, lines = Class(*class_), Place(*place_), _lines()
-    arch = min(_ARCHITECTURES, key=lambda arch: abs(arch - wanted.arch))
+    arch = _nearest_architecture(wanted.arch)
     near: list[tuple[int, int, bool, int, int, Measured]] = []
     for candidate in lines.get((wanted._replace(arch=arch), name, by_cuda), ()):
         there, line = candidate.place, candidate.line
@@ -204,26 +205,27 @@ class Candidate(NamedTuple):
     line: Measured
 
 
-# by class, name of the backend, and whether it is timed by its CUDA C++ kernels
-_LINES: dict[tuple[Class, str, bool], list[Candidate]] = {}
-_ARCHITECTURES: set[int] = set()
-
-
+@functools.cache
 def _lines() -> dict[tuple[Class, str, bool], list[Candidate]]:
-    """The lines of the file, read once, when the first call on a GPU is planned."""
-    if not _LINES:
-        known: dict[tuple[str, str], tuple[Class, Place, bool]] = {}
-        for line in read():
-            key = line.problem, line.direction
-            if key not in known:
-                problem = described(*key)
-                numbers = problem.batch * problem.heads * problem.kv_len * problem.head_dim
-                known[key] = class_of(problem), place_of(problem), numbers >= FILLING
-            class_, place, fills = known[key]
-            for name in line.order:
-                _LINES.setdefault((class_, name, line.cuda), []).append(Candidate(place, fills, line))
-            _ARCHITECTURES.add(line.arch)
-    return _LINES
+    """The lines of the file, by class, name of the backend, and whether it is timed by its CUDA C++ kernels. They are read when the first
+    call on a GPU is planned."""
+    found: dict[tuple[Class, str, bool], list[Candidate]] = {}
+    known: dict[tuple[str, str], tuple[Class, Place, bool]] = {}
+    for line in read():
+        key = line.problem, line.direction
+        if key not in known:
+            problem = described(*key)
+            numbers = problem.batch * problem.heads * problem.kv_len * problem.head_dim
+            known[key] = class_of(problem), place_of(problem), numbers >= FILLING
+        class_, place, fills = known[key]
+        for name in line.order:
+            found.setdefault((class_, name, line.cuda), []).append(Candidate(place, fills, line))
+    return found
+
+
+@functools.cache
+def _nearest_architecture(arch: int) -> int:
+    return min({key.arch for key, *_ in _lines()}, key=lambda measured: abs(measured - arch))
 
 
 def read() -> list[Measured]:
