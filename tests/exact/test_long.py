@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import saccade
 from saccade.exact.problem import describe_attention
 from saccade.exact.ragged import call as ragged_call
-from saccade.exact.ragged import config, launchers, sm90
+from saccade.exact.ragged import choice, config, launchers, sm90
 from saccade.exact.ragged import long as long_backend
 from saccade.exact.ragged.long import LONG
 from saccade.exact.testing.check import check_attention, public_call
@@ -384,4 +384,4 @@ def test_what_auto_takes_of_calls_with_features(monkeypatch, changes, said):
 def test_explain_tells_what_would_run(monkeypatch):
     assert LONG.form(problem_of(monkeypatch)).count("Sm90Config") == 2
     assert LONG.form(problem_of(monkeypatch, grad=False)).count("Sm90Config") == 1
-    assert long_backend.LONGEST <= long_backend.MAX_TOKENS <= sm90.MAX_TOKENS
+    assert long_backend.LONGEST <= long_backend.MAX_TOKENS <= choice.MAX_TOKENS

@@ -203,10 +203,10 @@ def _describe_backward(*call: Any) -> Any:
 
 
 def _describe(problem: Problem) -> str:
-    from saccade.exact.ragged.sm90 import CONFIGS, rounded
+    from saccade.exact.ragged.choice import chunks, kind_of_dense
 
     directions = ("forward", "backward") if problem.needs_grad else ("forward",)
-    return ", ".join(f"{d}={CONFIGS[d, rounded(problem.head_dim)]}" for d in directions)
+    return ", ".join(f"{d}: {chunks(d, kind_of_dense(problem))}" for d in directions)
 
 
 LONG = Backend(
