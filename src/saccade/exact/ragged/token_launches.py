@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.engine.calls import values_known
 from saccade.exact.ragged.call import Call
 from saccade.exact.ragged.launches import Gradients
+from saccade.exact.ragged.token_dropout import survivors_kernel
 from saccade.exact.ragged.tokens import backward_tokens_kernel, bounds_kernel, forward_tokens_kernel
 from saccade.launch.cache import LaunchCache
 from saccade.launch.triton import launch_any
@@ -21,6 +22,7 @@ from saccade.nvrtc.capture import capture_id
 MOST_NUMBERS = 2**23
 _MAX_DIM = 64
 _BLOCK = 128  # tokens of a program of `bounds_kernel`
+_DRAWN = 32  # rows of a program of `survivors_kernel`
 _MAX_KNOWN = 16
 
 
@@ -91,37 +93,50 @@ def _rows(*tensors: Tensor) -> tuple[int, ...]:
     return tuple([x.stride(0) for x in tensors])
 
 
-def _varying(call: Call) -> tuple[int, ...]:
-    return call.total_q, call.sequences, call.sequences.bit_length(), call.args.max_k
+def _varying(call: Call, words: int) -> tuple[int, ...]:
+    return call.total_q, call.sequences, call.sequences.bit_length(), words
+
+
+def _survivors(call: Call, bounds: Tensor) -> tuple[Tensor, int]:
+    """(which weights survive dropout, a bit each, int32 `[H, T, words]`; words of a row). Drawn again in backward, which costs less than keeping them."""
+    args = call.args
+    if args.seed is None:
+        return bounds, 0
+    words = -(-args.max_k // 32)
+    bits = torch.empty((call.heads, call.total_q, words), dtype=torch.int32, device=bounds.device)
+    programs = -(-call.total_q // _DRAWN) * call.heads
+    numbers = (args.dropout_p, call.heads, _DRAWN)
+    launch_any(survivors_kernel, programs, (args.seed, bounds, bits), (call.total_q, args.max_k, words), numbers, num_warps=4)
+    return bits, words
 
 
 def forward(call: Call, out: Tensor, lse: Tensor) -> None:
     """out and lse of all tokens."""
     args, config = call.args, config_of("fwd", call.size, call.arch)
     query, key, value = args[:3]
-    seed = query if args.seed is None else args.seed
-    tensors = (query, key, value, seed, bounds_of(args.cu_seqlens_q, call.total_q), out, lse)
+    bounds = bounds_of(args.cu_seqlens_q, call.total_q)
+    bits, words = _survivors(call, bounds)
+    tensors = (query, key, value, bits, bounds, out, lse)
     numbers = (
         _heads(query, key, value, out), call.head_dim, args.scale, args.dropout_p, _rows(query, key, value, out), call.heads, call.group,
         config.tile, config.step, call.block_d, args.causal, args.seed is not None, call.masks_dims, config.stages, call.precision,
     )  # fmt: skip
     programs = -(-call.total_q // config.tile) * call.heads
-    launch_any(forward_tokens_kernel, programs, tensors, _varying(call), numbers, num_warps=config.warps)
+    launch_any(forward_tokens_kernel, programs, tensors, _varying(call, words), numbers, num_warps=config.warps)
 
 
 def backward(call: Call, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients) -> None:
     """Every gradient of all tokens."""
     args, config = call.args, config_of("bwd", call.size, call.arch)
     query, key, value = args[:3]
-    seed = query if args.seed is None else args.seed
+    bounds = bounds_of(args.cu_seqlens_q, call.total_q)
+    bits, words = _survivors(call, bounds)
     strided = (query, key, value, dout, out, *gradients)
-    tensors = (
-        query, key, value, seed, bounds_of(args.cu_seqlens_q, call.total_q), dout, out, lse, lse if dlse is None else dlse, *gradients
-    )  # fmt: skip
+    tensors = (query, key, value, bits, bounds, dout, out, lse, lse if dlse is None else dlse, *gradients)
     owners = call.heads // call.group
     numbers = (
         _heads(*strided), call.head_dim, args.scale, args.dropout_p, _rows(*strided), owners, call.group, config.tile, config.step,
         call.block_d, args.causal, args.seed is not None, dlse is not None, call.masks_dims, call.precision,
     )  # fmt: skip
     programs = -(-call.total_q // config.tile) * owners
-    launch_any(backward_tokens_kernel, programs, tensors, _varying(call), numbers, num_warps=config.warps)
+    launch_any(backward_tokens_kernel, programs, tensors, _varying(call, words), numbers, num_warps=config.warps)
