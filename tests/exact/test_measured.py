@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import saccade
+from saccade.cli.explain import Call, answer
 from saccade.engine import dispatch, prepare
 from saccade.exact import measured
 from saccade.exact.backends import BACKENDS
@@ -144,6 +146,17 @@ def test_a_remembered_call_looks_nothing_up(monkeypatch):
     for _ in range(3):
         saccade.attention(x, x, x)
     assert len(looked) == 1
+
+
+@pytest.mark.parametrize("batch", [1, 64, 512])
+@pytest.mark.parametrize(("tokens", "grad"), [(32, True), (77, False), (197, True)])
+def test_explain_of_a_gpu_that_is_not_here_names_what_a_program_runs_there(batch, tokens, grad):
+    call = Call(batch=batch, heads=12, kv_heads=12, q_len=tokens, kv_len=tokens, needs_grad=grad)
+    said = json.loads(answer(call, None, 90, as_json=True))
+    direction = "fwd+bwd" if grad else "fwd"
+    replayed = problem_of(f"attention(B={batch} H=12 Tq={tokens} Tk={tokens} D=64 bf16 sm_90)", direction)
+    assert not replayed.host_counts
+    assert said["chosen"] == dispatch.choose(BACKENDS, replayed).backend.name != "sdpa"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

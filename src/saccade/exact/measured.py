@@ -20,7 +20,7 @@ FILE = Path(__file__).with_name("measured.csv")
 RESULTS = "benchmarks/results"
 # the order in which `auto` tries the backends that were timed
 TIMED = ("long", "short", "sdpa")
-# In quarters of an octave: how far a call may be from a measured one, in problems (B * H), and in queries, keys or columns
+# How far a call may be from a measured one, in quarters of an octave: in problems (B * H), and in queries, keys or columns, which weigh more
 FARTHEST_PROBLEMS, FARTHEST, WEIGHT = 4, 1, 3
 # times that differ by less are equal
 NOISE = 0.03
