@@ -26,6 +26,8 @@ FARTHEST_PROBLEMS, FARTHEST, WEIGHT = 4, 1, 3
 NOISE = 0.03
 # numbers (B * H * Tk * D) from which a call fills a GPU, so that more problems take as many times as long
 FILLING = 2**23
+# who launches a call; the tables have no row of the last but those that hold for any of them
+WAYS = ("eager", "captured", "by Python")
 # tokens and columns that share a tile of the short kernels
 _TILES = (32, 64, 128, 256)
 # from so many numbers on quarter k of an octave begins: 2^((k - 1/2) / 4), rounded up
@@ -75,8 +77,10 @@ def rule(problem: Problem, name: str) -> Rule | None:
     # a backend is asked only once those before it were not taken
     rivals = [other for other in found.order if TIMED.index(other) >= TIMED.index(name)]
     times = dict(found.times)
-    least, most = sorted((times[name], times["sdpa"]))
-    said = f"the nearest measured call took {times[name]:.4g} ms, and {times['sdpa']:.4g} ms by torch's function"
+    other = "sdpa" if rivals[0] == name else rivals[0]
+    least, most = sorted((times[name], times[other]))
+    by = "torch's function" if other == "sdpa" else f"`{other}`"
+    said = f"the nearest measured call took {times[name]:.4g} ms, and {times[other]:.4g} ms by {by}"
     if most <= (1 + NOISE) * least:
         said += ", a difference within noise"
     if found.arch != problem.arch:
@@ -86,36 +90,39 @@ def rule(problem: Problem, name: str) -> Rule | None:
 
 def nearest(problem: Problem, name: str) -> Measured | None:
     """The nearest measured call on a backend; None if there is none."""
-    by_cuda = True if name == "short" and problem.arch == 90 and _takes_cuda(problem) else False  # noqa: SIM210
+    by_cuda = True if problem.arch == 90 and _short_takes_cuda(problem) else False  # noqa: SIM210
     # as plain tuples, which torch.compile hands to a function that it does not trace
     found = _nearest(name, tuple(class_of(problem)), tuple(place_of(problem)), way_of(problem), by_cuda)
     return None if found is None else Measured(*found)
 
 
-def _takes_cuda(problem: Problem) -> bool:
+def _short_takes_cuda(problem: Problem) -> bool:
     from saccade.exact.short.choice import takes_sm90
 
-    return takes_sm90(problem)
+    return max(problem.q_len, problem.kv_len) <= 128 and takes_sm90(problem)
 
 
 def _nearest(name: str, class_: tuple, place_: tuple, way: str, by_cuda: bool) -> tuple | None:
     wanted, place, lines = Class(*class_), Place(*place_), _lines()
     arch = _nearest_architecture(wanted.arch)
-    near: list[tuple[int, int, bool, int, int, Measured]] = []
-    for candidate in lines.get((wanted._replace(arch=arch), name, by_cuda), ()):
-        there, line = candidate.place, candidate.line
-        distances = [abs(a - b) for a, b in zip(place[1:], there[1:], strict=True)]
-        if line.way not in (way, "any") or max(distances) > FARTHEST:
+    near: list[tuple[int, int, bool, bool, int, int, Measured]] = []
+    for sizes, candidates in lines.get((wanted._replace(arch=arch), by_cuda, way), {}).items():
+        distances = [abs(a - b) for a, b in zip(place[1:], sizes, strict=True)]
+        if max(distances) > FARTHEST:
             continue
-        apart = abs(place.problems - there.problems)
-        # a call that fills a GPU stands for all that are larger
-        problems = 0 if candidate.fills and place.problems > there.problems else apart
-        # of equally near ones the one with the nearer number of problems, then one that was called in the same way
-        near.append((problems + WEIGHT * sum(distances), apart, line.way != way, len(near), problems, line))
+        for there, fills, line in candidates:
+            apart = abs(place.problems - there)
+            # a call that fills a GPU stands for all that are larger
+            problems = 0 if fills and place.problems > there else apart
+            # of equally near ones that with the nearer number of problems, then one that timed the backend, then one that was called in
+            # the same way
+            order = problems + WEIGHT * sum(distances), apart, name not in line.order, line.way != way, len(near)
+            near.append((*order, problems, line))
     if not near:
         return None
     *_, problems, line = min(near)
-    return tuple(line) if problems <= FARTHEST_PROBLEMS else None
+    # one that did not time the backend says nothing of it, and no farther one does
+    return tuple(line) if problems <= FARTHEST_PROBLEMS and name in line.order else None
 
 
 # its arguments are plain numbers and names, so a compiled graph keeps the answer; see `hardware.allows_tf32`
@@ -200,16 +207,19 @@ def described(text: str, direction: str) -> Problem:
 class Candidate(NamedTuple):
     """A line as it is looked up. fills: whether its call fills a GPU."""
 
-    place: Place
+    problems: int
     fills: bool
     line: Measured
 
 
+# by class, whether `short` is timed by its CUDA C++ kernels, and the way of calling: by sizes
+Lines = dict[tuple[Class, bool, str], dict[tuple[int, ...], list[Candidate]]]
+
+
 @functools.cache
-def _lines() -> dict[tuple[Class, str, bool], list[Candidate]]:
-    """The lines of the file, by class, name of the backend, and whether it is timed by its CUDA C++ kernels. They are read when the first
-    call on a GPU is planned."""
-    found: dict[tuple[Class, str, bool], list[Candidate]] = {}
+def _lines() -> Lines:
+    """The lines of the file, read when the first call on a GPU is planned."""
+    found: Lines = {}
     known: dict[tuple[str, str], tuple[Class, Place, bool]] = {}
     for line in read():
         key = line.problem, line.direction
@@ -217,9 +227,10 @@ def _lines() -> dict[tuple[Class, str, bool], list[Candidate]]:
             problem = described(*key)
             numbers = problem.batch * problem.heads * problem.kv_len * problem.head_dim
             known[key] = class_of(problem), place_of(problem), numbers >= FILLING
-        class_, place, fills = known[key]
-        for name in line.order:
-            found.setdefault((class_, name, line.cuda), []).append(Candidate(place, fills, line))
+        class_, (problems, *sizes), fills = known[key]
+        for way in WAYS if line.way == "any" else (line.way,):
+            alike = found.setdefault((class_, line.cuda, way), {})
+            alike.setdefault(tuple(sizes), []).append(Candidate(problems, fills, line))
     return found
 
 

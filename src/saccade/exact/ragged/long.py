@@ -77,11 +77,15 @@ def _rule(problem: Problem) -> Rule:
         range_of = f"{SHORTEST} to {SHORTS}, or {SHORTS + 1} to {LONGEST}, queries and keys"
         ends = table("short_long", square(160, 64, 13_104), square(LONGEST, 64, 3632))
         return Rule(f"was measured with {range_of}, got {problem.q_len} and {problem.kv_len}", ends)
+    return host_time(problem) or measured.rule(problem, "long") or unmeasured_rule(problem)
+
+
+def unmeasured_rule(problem: Problem) -> Rule:
+    """The rule of calls far from every committed row."""
+    longest = max(problem.q_len, problem.kv_len)
     slower = _slower_than_short if longest <= SHORTS else _slower
     return (
-        _host_time(problem)
-        or measured.rule(problem, "long")
-        or _not_timed(problem, longest)
+        _not_timed(problem, longest)
         or _too_small(problem, longest)
         or slower(problem, longest)
         or taken(_gains(problem, longest))
@@ -129,7 +133,8 @@ def _launched_by_python(problem: Problem) -> bool:
     return problem.python_counts if by_python else problem.host_counts
 
 
-def _host_time(problem: Problem) -> Rule | None:
+def host_time(problem: Problem) -> Rule | None:
+    """The rule of eager calls that Python launches and that end before it launched them."""
     fewest = (FEWEST if problem.needs_grad else FEWEST_FORWARD) // (2 if problem.head_dim <= 32 else 1)
     if problem.batch * problem.heads * problem.q_len * problem.head_dim >= fewest or not _launched_by_python(problem):
         return None
