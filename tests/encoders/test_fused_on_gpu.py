@@ -41,7 +41,7 @@ def test_as_stock(name, dtype):
                 if dtype == torch.float32:
                     torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
                 else:
-                    assert (x - z).norm() <= 1.5 * (y - z).norm() + 1e-3 * z.norm()
+                    assert (x - z).norm() <= 2.5 * (y - z).norm() + 1e-3 * z.norm()
         assert name == "modernbert" or one.fusion._joined
 
 

@@ -327,7 +327,10 @@ def test_numbers_of_the_host_are_made_on_the_device():
     with Seen(), Constants():
         found = torch.tensor(2.0).type_as(there)
     assert (found.device, found.dtype, found.shape) == (there.device, there.dtype, ())
-    assert "aten.full.default" in seen
+    with Seen(), Constants():
+        made = torch.tensor(0.5, device="meta", dtype=torch.float16)
+    assert (made.device.type, made.dtype, made.shape) == ("meta", torch.float16, ())
+    assert seen.count("aten.full.default") == 2
     assert "aten._to_copy.default" not in seen
 
 

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+_MAKERS = (torch.tensor, torch.as_tensor)
+
+
+class _Numbers(TorchFunctionMode):
+    """Lets `torch.tensor(0.0, device="cuda")` make its tensor on the host first: the copy inside of it is seen by no `TorchDispatchMode`."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if func not in _MAKERS or device is None or torch.device(device).type == "cpu" or isinstance(args[0], Tensor):
+            return func(*args, **kwargs)
+        return func(*args, **{**kwargs, "device": "cpu"}).to(device)
 
 
 class Constants(TorchDispatchMode):
@@ -19,6 +37,16 @@ class Constants(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._known: list[tuple[Tensor, Tensor]] = []  # (on the host, on the device)
+        self._numbers = _Numbers()
+
+    def __enter__(self) -> Constants:
+        self._numbers.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._numbers.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

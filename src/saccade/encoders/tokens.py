@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
 from saccade.encoders.prefix import first_words, is_certain
@@ -17,7 +17,7 @@ from saccade.encoders.prefix import first_words, is_certain
 _A = TypeVar("_A")
 _B = TypeVar("_B")
 _AHEAD = 4  # chunks that are tokenised before they are asked for
-_THREADS = 3  # so that the Rust code of one chunk runs while another thread waits for the interpreter
+_THREADS = 2  # so that the Rust code of one chunk runs while another thread waits for the interpreter
 _FIRST, _MOST = 256, 2048  # texts of the first chunk, which the device waits for, and of later ones
 _AT_ONCE = 256  # encodings that are read without a pause: some 0.8 ms
 _FEW = 500  # added tokens that are looked at in each call
@@ -35,11 +35,19 @@ class Chunk(NamedTuple):
 
 
 def ahead(work: Callable[[_A], _B], items: Iterable[_A]) -> Generator[_B, None, None]:
-    """`map` in threads that are a few items ahead. They end with the iterator, whether it is read to its end, fails or is closed."""
+    """`map` in threads that are a few items ahead. They end with the iterator, whether it is read to its end, fails or is closed.
+
+    The first item, for which the device waits, shares the cores with no other.
+    """
+    source = iter(items)
+    first = [work(item) for item in islice(source, 1)]
     pool = ThreadPoolExecutor(_THREADS, "saccade-tokens")
     try:
         waiting: deque[Future[_B]] = deque()
-        for item in items:
+        for item in islice(source, _AHEAD):
+            waiting.append(pool.submit(work, item))
+        yield from first
+        for item in source:
             waiting.append(pool.submit(work, item))
             if len(waiting) > _AHEAD:
                 yield waiting.popleft().result()

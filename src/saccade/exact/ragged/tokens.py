@@ -151,7 +151,7 @@ def forward_tokens_kernel(
             rescale = tl.exp2(row_max - shift)
             row_sum = row_sum * rescale + tl.sum(weights, 1)
             if HAS_DROPOUT:
-                kept = survived(bits, h, total, words, rows[:, None], keys[None, :] - first[:, None], seen)
+                kept = survived(bits, h, total, words, rows, real, first, start, STEP, False)
                 weights = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
             acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
             row_max = new_max
@@ -170,7 +170,8 @@ def _side(
 ):  # fmt: skip
     """The gradients of a tile from the tokens `start` to `end` beside it: as keys of its queries, and as queries of its keys."""
     query, key, value, dout, _, _, _ = tensors
-    rows, first, last, h, owner, total, bits, words, dropout_p = where
+    rows, first, last, h, owner, total, begin, bounds, bits, words, dropout_p = where
+    TILE: tl.constexpr = rows.shape[0]
     for at in tl.range(start, end, STEP, num_stages=1):
         others = at + tl.arange(0, STEP)
         exist = others < end
@@ -181,7 +182,7 @@ def _side(
             weights = tl.where(seen, tl.exp2(tl.dot(q, tl.trans(k2), input_precision=PRECISION) * factor - shift[:, None]), 0.0)
             dweights = tl.dot(do, tl.trans(v2), input_precision=PRECISION)
             if HAS_DROPOUT:
-                kept = survived(bits, h, total, words, rows[:, None], others[None, :] - first[:, None], seen)
+                kept = survived(bits, h, total, words, rows, first < last, first, at, STEP, False)
                 dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
             dscores = weights * (dweights - delta[:, None])
             dq = tl.dot(dscores.to(q.dtype), k2, dq, input_precision=PRECISION)
@@ -199,7 +200,8 @@ def _side(
             dweights = tl.dot(v, tl.trans(do2), input_precision=PRECISION)
             dropped = weights
             if HAS_DROPOUT:
-                kept = survived(bits, h, total, words, others[None, :], (rows - first)[:, None], seen)
+                begins = tl.load(bounds + others, mask=exist, other=0)
+                kept = survived(bits, h, total, words, others, exist, begins, begin, TILE, True)
                 dropped = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
                 dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
             dv = tl.dot(dropped.to(q.dtype), do2, dv, input_precision=PRECISION)
@@ -258,7 +260,7 @@ def backward_tokens_kernel(
             dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             dropped = weights
             if HAS_DROPOUT:
-                kept = survived(bits, h, total, words, rows[:, None], rows[None, :] - first[:, None], seen)
+                kept = survived(bits, h, total, words, rows, real, first, begin, TILE, False)
                 dropped = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
                 dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
             dv = tl.dot(tl.trans(dropped.to(q.dtype)), do, dv, input_precision=PRECISION)
@@ -266,7 +268,7 @@ def backward_tokens_kernel(
             rounded = dscores.to(q.dtype)
             dk = tl.dot(tl.trans(rounded), q, dk, input_precision=PRECISION)
             dq = tl.dot(rounded, k, input_precision=PRECISION)
-            where = (rows, first, last, h, owner, total, bits, words, dropout_p)
+            where = (rows, first, last, h, owner, total, begin, bounds, bits, words, dropout_p)
             # tokens before the tile, and behind it: of the first and of the last sequence that reaches beyond it
             dq, dk, dv = _side(
                 q, do, shift, delta, dq, k, v, dk, dv, tensors, head_strides, where, head_dim, factor, low, begin, ROWS, STEP, BLOCK_D,
