@@ -15,10 +15,9 @@ from saccade.engine.layout import unpack
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, taken
 from saccade.exact.args import AttentionArgs, windows_of
-from saccade.exact.ragged.config import MAX_HEAD_DIM, long_config
+from saccade.exact.ragged.config import MAX_HEAD_DIM
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.launch.requirements import triton_reasons
-from saccade.launch.triton import pow2
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -55,9 +54,10 @@ def _rule(problem: Problem) -> Rule:
 
 
 def _describe(problem: Problem) -> str:
-    block = pow2(max(16, problem.head_dim))
-    kinds = ("fwd", "keys", "queries") if problem.needs_grad else ("fwd",)
-    return ", ".join(f"{k}={long_config(k, block, problem.dtype.itemsize, problem.arch)}" for k in kinds)
+    from saccade.exact.ragged.choice import kind_of_dense, long_form
+
+    directions = ("forward", "backward") if problem.needs_grad else ("forward",)
+    return ", ".join(f"{d}: {long_form(d, kind_of_dense(problem))}" for d in directions)
 
 
 def _varlen(args: AttentionArgs) -> VarlenArgs:
@@ -102,6 +102,6 @@ DENSE = Backend(
     prefers=_prefers,
     launchers=_load,
     saves_output=True,
-    describe_config=_describe,
+    form=_describe,
     rule=_rule,
 )
