@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from saccade.engine.kinds import check_kinds_but_sharded
-from saccade.engine.problem import Problem, describe, repeated_by_cpp
+from saccade.engine.problem import Problem, describe, repeated_by_cpp, replayed
+from saccade.engine.window import Window, check_alone, check_window, restricting
 from saccade.errors import InvalidArgument
 
 
@@ -22,6 +23,7 @@ def describe_attention(
     scale: float | None,
     enable_gqa: bool,
     lengths: Tensor | None,
+    window: Window | None,
     return_lse: bool,
     packed: bool,
     needs_grad: bool,
@@ -32,9 +34,14 @@ def describe_attention(
     Raises:
         InvalidArgument: as `describe`.
     """
+    window = check_window(window)
     problem = describe(
         "attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad,
     )  # fmt: skip
+    if window is not None:
+        check_alone(window, "attn_mask", attn_mask)
+        # C++ repeats no call with a window
+        return replace(problem, window=restricting(window, problem.is_causal), host_counts=not replayed(query))
     if attn_mask is None or not _has_bias_for_each_window(problem):
         return problem
     images, windows = problem.batch_shape

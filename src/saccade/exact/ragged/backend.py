@@ -8,8 +8,18 @@ import torch
 
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.rule import Rule, square, table, taken
+from saccade.engine.window import said
 from saccade.exact.ragged import config
-from saccade.exact.ragged.config import FASTER_IN_CHUNKS, MAX_HEAD_DIM, TILES, fits, forward_by_triton, long_config, tile_config
+from saccade.exact.ragged.config import (
+    FASTER_IN_CHUNKS,
+    MAX_HEAD_DIM,
+    TILES,
+    fits,
+    forward_by_triton,
+    long_config,
+    tile_config,
+    token_config,
+)
 from saccade.launch.requirements import triton_reasons
 from saccade.launch.triton import pow2
 
@@ -33,6 +43,8 @@ def _why_not(problem: VarlenProblem) -> list[str]:
         reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}")
     if problem.bias is not None:
         reasons += _why_no_bias(problem)
+    if problem.window is not None and not problem.same_lengths:
+        reasons.append(f"takes {said(problem.window)} where queries and keys share one tensor of cu_seqlens, got two")
     return reasons
 
 
@@ -43,7 +55,9 @@ def _why_no_bias(problem: VarlenProblem) -> list[str]:
 
 
 def _describe(problem: VarlenProblem) -> str:
-    """The shapes of a batch of more than one launch."""
+    """The shapes of a batch of more than one launch, or of the token tiles of a window."""
+    if problem.window is not None:
+        return _describe_tokens(problem)
     block, size = _block(problem.head_dim), problem.dtype.itemsize
     longest, featured = max(problem.max_q, problem.max_k), problem.bias is not None or problem.dropout_p > 0
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
@@ -59,6 +73,12 @@ def _describe(problem: VarlenProblem) -> str:
     if longest > TILES[-1] or not parts:
         parts += [f"{d} beyond: {_beyond(problem, d)}" for d in directions]
     return ", ".join(parts)
+
+
+def _describe_tokens(problem: VarlenProblem) -> str:
+    block, size = _block(problem.head_dim), problem.dtype.itemsize
+    directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
+    return ", ".join([f"{d}: {token_config(d, size, problem.arch, block)}" for d in directions])
 
 
 def _by_chunks(problem: VarlenProblem) -> bool:
@@ -107,6 +127,8 @@ def _rule(problem: VarlenProblem) -> Rule:
     """Follows benchmarks/results/h200/short_ragged.csv."""
     if problem.device_type != "cuda":
         return Rule("the interpreter is for tests")
+    if problem.window is not None:
+        return Rule("with a window these kernels were not measured yet beside torch's packed attention")
     longest, dim = max(problem.max_q, problem.max_k), next((d for d in (32, 64) if problem.head_dim <= d), 128)
     near = next((row for row in _MEASURED if longest <= row[0]), _MEASURED[-1])
     source = table("short_ragged", square(near[0], dim, near[1]))
