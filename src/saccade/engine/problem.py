@@ -23,7 +23,7 @@ from saccade.engine.arguments import (
 )
 from saccade.engine.kinds import check_kinds
 from saccade.engine.layout import shares_memory
-from saccade.engine.window import Window, said
+from saccade.engine.window import Window, shown_window
 from saccade.hardware import arch_of
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -99,7 +99,7 @@ class Problem:
             parts.append(f"{'mask' if self.mask == 'bool' else 'bias'}[{shape}]{'+grad' if self.bias_grad else ''}")
         flags = (
             (self.windows > 0, f"windows={self.windows}"),
-            (self.window is not None, said(self.window or (None, None))),
+            (self.window is not None, shown_window(self.window or (None, None))),
             (self.lengths, "lengths"),
             (self.dropout_p > 0, f"dropout={self.dropout_p:g}"),
             (self.return_lse, "lse"),

@@ -36,7 +36,7 @@ def check_alone(window: Window | None, name: str, other: Tensor | None) -> None:
     """Raise if a call has a window and another tensor that says what its queries see."""
     if window is not None and other is not None:
         advice = f"hide what lies outside of the window in {name}, and pass no window"
-        raise InvalidArgument(f"{said(window)} and {name} (shape {list(other.shape)}) are both given; {advice}")
+        raise InvalidArgument(f"{shown_window(window)} and {name} (shape {list(other.shape)}) are both given; {advice}")
 
 
 def restricting(window: Window | None, causal: bool) -> Window | None:
@@ -46,10 +46,10 @@ def restricting(window: Window | None, causal: bool) -> Window | None:
 
 def why_no_window(window: Window | None) -> list[str]:
     """What is against a call for kernels that know no windows."""
-    return [] if window is None else [f"takes no sliding window, got {said(window)}"]
+    return [] if window is None else [f"takes no sliding window, got {shown_window(window)}"]
 
 
-def said(window: Window) -> str:
+def shown_window(window: Window) -> str:
     """As messages have it."""
     return f"window=({window[0]}, {window[1]})"
 

@@ -139,7 +139,7 @@ def attention(
     Source:
         the whole-row kernels follow the forward and backward listings of "Fast Attention For Short Sequences" (paper 002).
     """
-    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, window, return_lse, backend)
+    call: tuple = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, window, return_lse, backend)
     if not torch.compiler.is_compiling() and native.calls is not None:
         found = native.calls.run(*call)
         if found is not None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from saccade.engine.problem import Problem
-from saccade.engine.window import NO_LIMIT, ends_of, said
+from saccade.engine.window import NO_LIMIT, ends_of, shown_window
 from saccade.exact.args import AttentionArgs
 from saccade.exact.bands import MOST, Band, band_of, fold, unfold
 
@@ -19,13 +19,15 @@ def why_not_with_window(problem: Problem, why_not: Callable[[Problem], list[str]
     """What is against a call with a window. why_not: of a call without one."""
     assert problem.window is not None, "the caller asks for calls with one"
     if problem.rank != 4:
-        return [f"needs tensors of rank 4, [B, H, T, D], for {said(problem.window)}, got rank {problem.rank}"]
+        return [f"needs tensors of rank 4, [B, H, T, D], for {shown_window(problem.window)}, got rank {problem.rank}"]
     if _is_empty(problem):
         return why_not(replace(problem, window=None))
     band = _band_of(problem)
     numbers = band.mask_numbers * _rows(problem)
     if numbers > MOST:
-        return [f"torch's function needs a mask for {said(problem.window)}, here of {numbers:,} numbers; allowed are {MOST:,}"]
+        return [
+            f"torch's function needs a mask for {shown_window(problem.window)}, here of {numbers:,} numbers; allowed are {MOST:,}"
+        ]
     return why_not(_in_blocks(problem, band))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.rule import Rule, square, table, taken
-from saccade.engine.window import said
+from saccade.engine.window import shown_window
 from saccade.exact.ragged import config
 from saccade.exact.ragged.config import (
     FASTER_IN_CHUNKS,
@@ -44,7 +44,7 @@ def _why_not(problem: VarlenProblem) -> list[str]:
     if problem.bias is not None:
         reasons += _why_no_bias(problem)
     if problem.window is not None and not problem.same_lengths:
-        reasons.append(f"takes {said(problem.window)} where queries and keys share one tensor of cu_seqlens, got two")
+        reasons.append(f"takes {shown_window(problem.window)} where queries and keys share one tensor of cu_seqlens, got two")
     return reasons
 
 

@@ -151,7 +151,7 @@ def token_config(direction: str, element_size: int, arch: int, block_d: int = TO
 
 def _wide(direction: str, element_size: int, arch: int, block_d: int) -> TokenConfig:
     if element_size == 4:
-        return TokenConfig(16, 16, 4)
+        return TokenConfig(16, 16, 8)
     if direction == "fwd":
         return TokenConfig(64, 64, 4, 2) if block_d <= 128 else TokenConfig(32, 32, 4)
     return TokenConfig(32, 32, 4) if block_d <= 128 else TokenConfig(16, 16, 4)

@@ -14,7 +14,7 @@ from saccade.engine.backend import Backend, Launchers
 from saccade.engine.layout import unpack
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, taken
-from saccade.engine.window import Window, said
+from saccade.engine.window import Window, shown_window
 from saccade.exact.args import AttentionArgs, windows_of
 from saccade.exact.ragged.config import MAX_HEAD_DIM, long_config, token_config
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
@@ -40,9 +40,9 @@ def _why_not(problem: Problem) -> list[str]:
 def _why_not_with_window(problem: Problem, window: Window) -> list[str]:
     reasons = []
     if problem.q_len != problem.kv_len:
-        reasons.append(f"takes {said(window)} where Tq = Tk, got {problem.q_len} and {problem.kv_len}")
+        reasons.append(f"takes {shown_window(window)} where Tq = Tk, got {problem.q_len} and {problem.kv_len}")
     if problem.lengths:
-        reasons.append(f"takes no lengths beside {said(window)}")
+        reasons.append(f"takes no lengths beside {shown_window(window)}")
     return reasons
 
 
@@ -104,7 +104,7 @@ def _load() -> Launchers:
     def backward(args: AttentionArgs, *given: Any, bias_grad: bool, packed: Tensor | None) -> tuple[Any, ...]:
         into = None if packed is None else unpack(packed)
         if windowed.takes(args):
-            return windowed.backward(args, *given, into)
+            return windowed.backward(args, *given, into=into)
         *gradients, dbias = launchers.backward(_varlen(args), *given, bias_grad=bias_grad, into=into)
         if dbias is not None and args.bias is not None:
             dbias = dbias.sum_to_size((1,) * (4 - args.bias.dim()) + args.bias.shape).view(args.bias.shape).to(args.bias.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saccade.engine.calls import values_known
 from saccade.engine.window import NO_LIMIT
+from saccade.exact.args import AttentionArgs
 from saccade.exact.ragged.call import Call
 from saccade.exact.ragged.config import TOKENS_MAX_DIM, token_config
 from saccade.exact.ragged.launches import Gradients
@@ -72,7 +73,7 @@ def _rows(*tensors: Tensor) -> tuple[int, ...]:
     return tuple([x.stride(0) for x in tensors])
 
 
-def has_window(args: VarlenArgs) -> bool:
+def has_window(args: VarlenArgs | AttentionArgs) -> bool:
     """Whether a call has a window, which no other kernel of the family knows."""
     return (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT)
 

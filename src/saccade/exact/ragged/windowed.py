@@ -33,7 +33,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, into: Gradients | None
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *, into: Gradients | None
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """dq, dk and dv, those of `into` if they are given."""
     gradients = into or tuple([empty_like_heads(x) for x in args[:3]])
@@ -53,7 +53,8 @@ def _packed(args: AttentionArgs) -> VarlenArgs:
     ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=args.query.device)
     causal = UPPER_LEFT if args.is_causal else FULL
     numbers = (length, length, args.dropout_p, causal, args.scale, args.window_left, args.window_right)
-    return VarlenArgs(*map(_tokens, args[:3]), ends, ends, None, args.seed, *numbers)
+    query, key, value = map(_tokens, args[:3])
+    return VarlenArgs(query, key, value, ends, ends, None, args.seed, *numbers)
 
 
 def _tokens(rows: Tensor) -> Tensor:

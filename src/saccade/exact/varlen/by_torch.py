@@ -13,7 +13,7 @@ from saccade.engine.backend import Backend
 from saccade.engine.calls import has_values
 from saccade.engine.torch_sdpa import scaled_as_torch_takes_it, torch_attention
 from saccade.engine.tracing import eager
-from saccade.engine.window import Window, ends_of, said
+from saccade.engine.window import Window, ends_of, shown_window
 from saccade.exact.bands import MOST, Band, band_of, fold, unfold
 from saccade.exact.varlen import reference
 from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, FULL, HIDE_LATER, VarlenArgs
@@ -43,7 +43,7 @@ def _why_not_flash(problem: VarlenProblem) -> list[str]:
         reasons.append("torch's packed attention aligns the causal mask with the last key, not with the first")
     if problem.window is not None and problem.causal == FULL and not problem.same_lengths:
         reasons.append(
-            f"torch's packed attention aligns a window with the last key, not with the first, got {said(problem.window)}"
+            f"torch's packed attention aligns a window with the last key, not with the first, got {shown_window(problem.window)}"
         )
     if problem.return_lse and problem.needs_grad:
         reasons.append("torch's packed attention has no gradient of the log-sum-exp")
@@ -100,7 +100,7 @@ def _why_no_mask(problem: VarlenProblem, window: Window) -> list[str]:
     if numbers <= MOST:
         return []
     return [
-        f"torch's function needs a mask for {said(window)}, here of {numbers:,} numbers for the longest sequence; allowed are {MOST:,}"
+        f"torch's function needs a mask for {shown_window(window)}, here of {numbers:,} numbers for the longest sequence; allowed are {MOST:,}"
     ]
 
 

@@ -13,7 +13,7 @@ from saccade.engine.arguments import FLOATING, check_flag, check_grouped, check_
 from saccade.engine.calls import values_known
 from saccade.engine.kinds import check_kinds, check_kinds_but_sharded
 from saccade.engine.problem import DTYPE_NAMES, replayed
-from saccade.engine.window import Window, check_alone, check_window, restricting, said
+from saccade.engine.window import Window, check_alone, check_window, restricting, shown_window
 from saccade.env import check_lengths
 from saccade.errors import InvalidArgument
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, FULL_BOTTOM_RIGHT, HIDE_LATER, UPPER_LEFT
@@ -74,7 +74,7 @@ class VarlenProblem:
         heads = f"H={self.heads}" + (f" Hkv={self.kv_heads}" if self.kv_heads != self.heads else "")
         flags = (
             (self.causal != FULL, _CAUSAL[self.causal]),
-            (self.window is not None, said(self.window or (None, None))),
+            (self.window is not None, shown_window(self.window or (None, None))),
             (self.bias is not None, "bias+grad" if self.bias_grad else "bias"),
             (not self.same_lengths, "cross lengths"),
             (self.dropout_p > 0, f"dropout={self.dropout_p:g}"),
