@@ -353,6 +353,6 @@ def explain(
         query, key, value = broadcast(query, key, value, enable_gqa)
     needs_grad = gradient_needed(query, key, value, attn_mask)
     problem = describe_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, window, return_lse, False, needs_grad
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, needs_grad, window
     )
     return _explain(BACKENDS, problem)

@@ -23,10 +23,10 @@ def describe_attention(
     scale: float | None,
     enable_gqa: bool,
     lengths: Tensor | None,
-    window: Window | None,
     return_lse: bool,
     packed: bool,
     needs_grad: bool,
+    window: Window | None = None,
 ) -> Problem:
     """Check the arguments of `attention` and describe the call; of windows with a bias for each, as the one batch that
     `in_one_batch` makes of them.

@@ -61,7 +61,7 @@ _BACKEND = SaccadeBackend()  # the registry takes the same object again and refu
 def _runs_a_kernel(query: tuple[int, ...], key: tuple[int, ...], dtype: torch.dtype, arch: int, needs_grad: bool) -> bool:
     queries, keys = (torch.empty(shape, dtype=dtype, device="meta") for shape in (query, key))
     grouped = query[1] != key[1]
-    problem = describe_attention(queries, keys, keys, None, 0.0, False, None, grouped, None, None, False, False, needs_grad)
+    problem = describe_attention(queries, keys, keys, None, 0.0, False, None, grouped, None, False, False, needs_grad)
     problem = dataclasses.replace(problem, device_type="cuda", arch=arch)
     return choose(BACKENDS, problem).name not in ("sdpa", "reference")
 

@@ -291,7 +291,8 @@ def _prepare(call: tuple, packed: bool) -> Prepared:
     signed, found = _find(call, needs_grad, packed, readable)
     if found is not None:
         return found
-    return prepare(signed, describe_varlen, (*call[:-1], needs_grad, packed, readable), BACKENDS, call[-1])
+    *others, window, return_lse, backend = call
+    return prepare(signed, describe_varlen, (*others, return_lse, needs_grad, packed, readable, window), BACKENDS, backend)
 
 
 def _causal(is_causal: bool) -> int:

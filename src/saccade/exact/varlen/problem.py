@@ -101,11 +101,11 @@ def describe_varlen(
     scale: float | None,
     enable_gqa: bool,
     attn_bias: Tensor | None,
-    window: Window | None,
     return_lse: bool,
     needs_grad: bool,
     packed: bool,
     host_counts: bool = True,
+    window: Window | None = None,
 ) -> VarlenProblem:
     """Check the arguments of `attention_varlen` and describe the call. host_counts: what `on_the_host` says of the cu_seqlens.
 
@@ -160,9 +160,9 @@ def describe_as_packed(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    window: Window | None,
     return_lse: bool,
     needs_grad: bool,
+    window: Window | None = None,
 ) -> VarlenProblem:
     """The description of a dense batch `[B, H, T, D]` as if its rows were packed one behind another; attn_mask: a bias `[H, Tq, Tk]`."""
     batch = query.shape[0]
@@ -170,7 +170,7 @@ def describe_as_packed(
     q, k, v = (x.transpose(1, 2).reshape(batch * x.shape[2], x.shape[1], x.shape[3]) for x in (query, key, value))
     return describe_varlen(
         q, k, v, offsets, offsets, query.shape[2], key.shape[2], dropout_p, UPPER_LEFT if is_causal else FULL, scale, enable_gqa,
-        attn_mask, window, return_lse, needs_grad, False, not replayed(query),
+        attn_mask, return_lse, needs_grad, False, not replayed(query), window,
     )  # fmt: skip
 
 
