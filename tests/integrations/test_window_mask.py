@@ -27,6 +27,12 @@ MODELS = {
         {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
         [(3, 0), None],
     ),
+    "EmbeddingGemma": (
+        "Gemma3TextModel",
+        {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+         "use_bidirectional_attention": True},
+        [(3, 3), None],
+    ),
     "ModernBert": (
         "ModernBertModel",
         {"global_attn_every_n_layers": 2, "local_attention": 6, "cls_token_id": 1, "sep_token_id": 2, "attention_dropout": 0.0},
@@ -55,7 +61,7 @@ def windows(monkeypatch):
 
 def pair(name):
     kind, more, _ = MODELS[name]
-    config = getattr(transformers, f"{name}Config")(**SIZES, **more)
+    config = getattr(transformers, "Gemma3TextConfig" if name == "EmbeddingGemma" else f"{name}Config")(**SIZES, **more)
     made = getattr(transformers, kind)
     torch.manual_seed(0)
     theirs = made._from_config(copy.deepcopy(config), attn_implementation="sdpa").double().eval()

@@ -38,7 +38,7 @@ class PackedMask(UnformedMask):
 
     @staticmethod
     def __new__(cls, numbers: Tensor, window: Window | None = None) -> PackedMask:
-        made = cls._of(*numbers.shape, numbers.device)
+        made = cls._of(numbers.shape[0], numbers.shape[1], numbers.device)
         made.numbers, made.window = numbers, window
         made.ends, made.longest = _ends(numbers)
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from saccade.engine.prepare import traced
 from saccade.engine.window import Window, ends_of, in_window
-from saccade.integrations.mask_functions import HOLE, found_in
+from saccade.integrations.mask_functions import HOLE, OTHER_HOLE, found_in
 from saccade.integrations.unformed import UnformedMask
 
 
@@ -72,7 +73,20 @@ def window_of(mask_function: Any) -> Window | None:
         return (width - 1, 0)
     both = getattr(masking_utils, "sliding_window_bidirectional_mask_function", None)
     width = None if both is None else _hole(both, mask_function)
-    return None if width is None else (width, width)
+    return _window_of_gemma(mask_function) if width is None else (width, width)
+
+
+def _window_of_gemma(mask_function: Any) -> Window | None:
+    """The window of both sides of Gemma 3 as an encoder (EmbeddingGemma), a causal one joined with one of the model's own."""
+    from transformers import masking_utils
+
+    overlay = getattr(sys.modules.get("transformers.models.gemma3.modeling_gemma3"), "_bidirectional_window_overlay", None)
+    if overlay is None:
+        return None
+    causal = masking_utils.sliding_window_causal_mask_function(HOLE)
+    found = found_in(mask_function, masking_utils.or_masks(causal, overlay(OTHER_HOLE)))
+    width = found.get(HOLE)
+    return (width - 1, width - 1) if type(width) is int and width > 0 and found[OTHER_HOLE] == width else None
 
 
 def _hole(compose: Any, mask_function: Any) -> int | None:
