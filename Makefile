@@ -8,12 +8,12 @@ K ?=
 ARGS ?=
 DOCS := .venv-docs
 
-.PHONY: demo test test-all test-gpu kernel peers lint bench docs setup clean
+.PHONY: demo test test-all test-gpu kernel peers lint stale bench docs setup clean
 
 demo: $(STAMP)
 	$(BIN)/saccade demo
 
-test: lint
+test: lint stale
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu"
 
 # every case of the tests that `test` samples, and every target of the compilers: for a release
@@ -35,6 +35,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# which committed results are older than the kernels that they measure
+stale: $(STAMP)
+	$(BIN)/python benchmarks/run.py --stale
 
 bench: $(STAMP)
 	$(BIN)/saccade bench $(TABLE)

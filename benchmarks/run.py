@@ -1,6 +1,7 @@
 """Measure a table: gate, measure, write, plot.
 
     python benchmarks/run.py short_full [--out benchmarks/results/h200] [--repeat-ms 40] [--no-gate] [--plot-only] [--rows NAME ...]
+    python benchmarks/run.py --stale
 
 The gate runs `saccade verify` first, so that no number is reported for wrong results.
 """
@@ -23,7 +24,10 @@ def main() -> int:
     """Parse the command line and run; returns an exit code."""
     tables = sorted(p.stem for p in (HERE / "tables").glob("*.py") if not p.stem.startswith("_"))
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("table", choices=tables)
+    parser.add_argument("table", choices=tables, nargs="?")
+    parser.add_argument(
+        "--stale", action="store_true", help="say which committed results are older than the code that they measure"
+    )
     parser.add_argument("--out", type=Path, default=None, help=f"folder of the results (default: {results_folder()}/<gpu>)")
     parser.add_argument("--repeat-ms", type=int, default=40)
     parser.add_argument(
@@ -32,6 +36,15 @@ def main() -> int:
     parser.add_argument("--no-gate", action="store_true", help="skip the check of correctness that comes first")
     parser.add_argument("--plot-only", action="store_true", help="draw the plot again from the committed CSV")
     options = parser.parse_args()
+    if options.stale:
+        from stale import report, verdicts
+
+        if not in_checkout():
+            parser.error("--stale compares commits, so it needs a checkout")
+        report(verdicts())
+        return 0
+    if options.table is None:
+        parser.error(f"the table is missing; one of {', '.join(tables)}")
     if options.rows and options.table not in ("models", "encoders"):
         parser.error(f"--rows is for the tables models and encoders; {options.table} is measured as a whole")
     if options.plot_only:

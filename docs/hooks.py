@@ -2,10 +2,13 @@
 
 - plots lie beside their tables in `benchmarks/results`; they become files of the site, and a link to one shows its light variant on a
   light page and its dark one on a dark page;
+- a plot of results that are older than the kernels that they measure is marked;
 - pictures are put into the page as they are, so that they take its colours, light or dark.
 """
 
 import re
+import sys
+from functools import cache
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -34,6 +37,21 @@ def _boost(place: str) -> float:
     return 1.0
 
 
+@cache
+def _stale() -> set[str]:
+    """The results that are older than the code that they measure, as `h100/short_auto`."""
+    sys.path.insert(0, str(RESULTS.parent))
+    from stale import verdicts
+
+    return {f"{x.path.parent.name}/{x.path.stem}" for x in verdicts() if x.is_stale}
+
+
+def _mark(plot: str) -> str:
+    if plot not in _stale():
+        return ""
+    return "\n\n*These results are older than the kernels of today: `python benchmarks/run.py --stale` says what has changed.*{ .stale }"
+
+
 def _both(words: str, plot: str) -> str:
     """The two variants of a plot, of which the theme hides one by the end of its address. An image that is hidden and lazy is not
     loaded."""
@@ -45,5 +63,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Links to plots as the site has them, and pictures in place; what explains is found before what was logged."""
     page.meta.setdefault("search", {"boost": _boost(page.file.src_uri)})
     up = "../" * page.file.src_uri.count("/")
-    markdown = PLOT.sub(lambda m: _both(m[1], f"{up}plots/{m[2]}"), markdown)
+    markdown = PLOT.sub(lambda m: _both(m[1], f"{up}plots/{m[2]}") + _mark(m[2]), markdown)
     return PICTURE.sub(lambda m: f"<figure>\n{(DOCS / 'pictures' / m[1]).read_text(encoding='utf-8')}</figure>", markdown)

@@ -6,8 +6,9 @@ AdamW and dropout as configured. Problems name the dtype of the weights, or auto
 
 Backends: `stock` is transformers with attn_implementation="sdpa"; `stock_captured` the same padded forward from CUDA graphs, one for each shape, widths
 in steps of 16; `stock_compiled` torch.compile(dynamic=True); `varlen_unpadded` packs by hand and calls torch's varlen_attn; `saccade` is stock after
-`saccade.optimize`, and `saccade_fused` after `saccade.optimize(model, fuse=True)`. Training: `stock` and `saccade` call fused AdamW from Python, outside of any graph; `stock_captured` and `saccade_captured` have
-the whole step in a graph (`handle.capture`), AdamW with capturable=True; `saccade_fused_captured` has its layers compiled besides.
+`saccade.optimize`, and `saccade_plain` after `saccade.optimize(model, fuse=False)`. Training: `stock` and `saccade` call fused AdamW from Python,
+outside of any graph; `stock_captured`, `saccade_captured` and `saccade_plain_captured` have the whole step in a graph (`handle.capture`), AdamW with
+capturable=True.
 
 Rows of strings (`--rows strings`) are those of `encoder_strings`: `encode` and `predict` from strings to results on the host.
 
@@ -141,10 +142,10 @@ def _measure_forward(writer: Writer, case: Case, repeat_ms: int) -> str:
 def _measure_training(writer: Writer, case: Case, repeat_ms: int) -> str:
     batches, calls = case.batches(), {}
     handles = {}
-    for name in ("stock", "saccade", "saccade_captured", "saccade_fused_captured", *case.peers):
+    for name in ("stock", "saccade", "saccade_captured", "saccade_plain_captured", *case.peers):
         model = Head(case.model()[0].auto_model, name.startswith("saccade"))
         if model.is_ours:
-            handles[name] = saccade.optimize(model, fuse="fused" in name)
+            handles[name] = saccade.optimize(model, fuse="plain" not in name)
         step = _step(case, model, "captured" in name)
         if model.is_ours and "captured" in name:
             step = handles[name].capture(step)
@@ -193,12 +194,12 @@ def _check(case: Case, found: dict[str, Any]) -> None:
 
 def _forward_calls(case: Case, batches: list[Padded]) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Any]]:
     """What is timed by backend, and the handles of ours."""
-    ours, fused, theirs = case.model(), case.model(), case.model()
-    handles = {"saccade": saccade.optimize(ours), "saccade_fused": saccade.optimize(fused, fuse=True)}
+    ours, plain, theirs = case.model(), case.model(), case.model()
+    handles = {"saccade": saccade.optimize(ours), "saccade_plain": saccade.optimize(plain, fuse=False)}
     embeds: dict[str, Callable[[Padded], Tensor]] = {
         "stock": lambda batch: theirs(_there(batch))["sentence_embedding"],
         "saccade": lambda batch: ours(dict(batch))["sentence_embedding"],
-        "saccade_fused": lambda batch: fused(dict(batch))["sentence_embedding"],
+        "saccade_plain": lambda batch: plain(dict(batch))["sentence_embedding"],
     }
     for name in case.peers:
         model = case.model()

@@ -51,8 +51,8 @@ def test_every_kind_of_row(table, tmp_path):
     path = tmp_path / "encoders.csv"
     table.run(Writer(path, dict.fromkeys(("gpu", "torch", "date"), "x")), 1, ["fwd"])
     rows = _rows(path)
-    assert {r["backend"] for r in rows if r["direction"] == "fwd"} == {"stock", "saccade", "saccade_fused", "varlen_unpadded"}
-    steps = {"stock", "saccade", "saccade_captured", "saccade_fused_captured"}
+    assert {r["backend"] for r in rows if r["direction"] == "fwd"} == {"stock", "saccade", "saccade_plain", "varlen_unpadded"}
+    steps = {"stock", "saccade", "saccade_captured", "saccade_plain_captured"}
     assert {r["backend"] for r in rows if r["direction"] == "fwd+bwd"} == steps
     assert len({(r["problem"], r["direction"]) for r in rows}) == len(table.CASES)
     assert all("texts/s" in r["note"] for r in rows)

@@ -16,7 +16,7 @@ from torch import nn
 import saccade
 from saccade.encoders import graphs, joined
 from saccade.encoders.attention import Borders
-from saccade.encoders.fused import Fusion, join_products, parts_of
+from saccade.encoders.fused import Fusion, _transposing, join_products, move_transposes_out, parts_of
 from saccade.errors import InvalidArgument
 
 
@@ -271,7 +271,10 @@ def test_bad_arguments_and_explain():
     model, _ = made("bert")
     with pytest.raises(InvalidArgument, match="fuse is 'yes'"):
         saccade.optimize(model, fuse="yes")
-    assert isinstance(saccade.optimize(model, fuse=True).served[0].fusion, Fusion)
+    with saccade.optimize(model) as handle:
+        assert isinstance(handle.served[0].fusion, Fusion)
+    with saccade.optimize(model, fuse=False) as handle:
+        assert handle.served[0].fusion is None
 
 
 def test_what_is_not_packed_is_said_not_to_be_fused():
@@ -290,3 +293,21 @@ def test_flops_are_those_of_the_products_apart():
             run().sum().backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+def test_transposed_outputs_leave_the_graph_before():
+    """The gradients of attention lie as query, key and value do before they are transposed, so no copy makes them contiguous."""
+
+    class Heads(torch.nn.Module):
+        def forward(self, x):
+            y = x.relu().view(x.shape[0], 2, 3)
+            return y.transpose(0, 1), x.sum(), y
+
+    graph = torch.fx.symbolic_trace(Heads())
+    x = torch.randn(4, 6)
+    moved = move_transposes_out(graph)
+    assert moved == [(0, 1), None, None]
+    assert all(node.target != "transpose" for node in graph.graph.nodes)
+    for got, want in zip(_transposing(graph, moved)(x), Heads()(x), strict=True):
+        assert torch.equal(got, want)
+        assert got.stride() == want.stride()

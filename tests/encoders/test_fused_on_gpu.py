@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -16,16 +18,17 @@ LENGTHS = [(5, 9, 1, 7), (12, 12), (3,), (14, 14, 14, 9, 9)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["bert", "albert", "modernbert", "eurobert", "roberta"])
 def test_as_stock(name, dtype):
+    """Outputs and gradients of float32 are stock's. In bfloat16 they are as near to those of float64 as stock's are."""
     ours, theirs = made(name)
-    ours, theirs = ours.cuda().to(dtype).eval(), theirs.cuda().to(dtype).eval()
-    loose = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 5e-2}
+    exact = copy.deepcopy(theirs.to(dtype)).cuda().double().eval()
+    ours, theirs = ours.cuda().to(dtype).eval(), theirs.cuda().eval()
     with saccade.optimize(ours, fuse=True) as handle:
         one = handle.served[0]
         for lengths in LENGTHS:
             ids, mask = padded(lengths, ours.config.pad_token_id, "right", width=max(lengths) + 1)
             real = mask.bool().cuda()
-            found, wanted = [], []
-            for into, model in ((found, ours), (wanted, theirs)):
+            found, wanted, truth = [], [], []
+            for into, model in ((found, ours), (wanted, theirs), (truth, exact)):
                 with torch.no_grad():
                     into.append(model(ids.cuda(), mask.cuda())[0][real])
                 model.zero_grad()
@@ -34,8 +37,11 @@ def test_as_stock(name, dtype):
                 into += [out.detach(), *[x.grad for x in model.parameters() if x.grad is not None]]
             assert one.last.startswith("captured"), one.last
             assert not one.fusion.failed
-            for x, y in zip(found, wanted, strict=True):
-                torch.testing.assert_close(x, y, **loose)
+            for x, y, z in zip(found, wanted, truth, strict=True):
+                if dtype == torch.float32:
+                    torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+                else:
+                    assert (x - z).norm() <= 2.5 * (y - z).norm() + 1e-3 * z.norm()
         assert name == "modernbert" or one.fusion._joined
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import saccade
 from saccade.encoders import padded as rooms
 from saccade.encoders.capacity import columns_captured, rows_captured
-from saccade.encoders.scalars import Scalars
+from saccade.encoders.constants import Constants
 
 LENGTHS = [(5, 9, 1, 7, 3), (3,), (17, 12)]
 
@@ -324,11 +324,34 @@ def test_numbers_of_the_host_are_made_on_the_device():
             return func(*args, **(kwargs or {}))
 
     seen, there = [], torch.zeros(3, dtype=torch.int64, device="meta")
-    with Seen(), Scalars():
+    with Seen(), Constants():
         found = torch.tensor(2.0).type_as(there)
     assert (found.device, found.dtype, found.shape) == (there.device, there.dtype, ())
-    assert "aten.full.default" in seen
+    with Seen(), Constants():
+        made = torch.tensor(0.5, device="meta", dtype=torch.float16)
+    assert (made.device.type, made.dtype, made.shape) == ("meta", torch.float16, ())
+    assert seen.count("aten.full.default") == 2
     assert "aten._to_copy.default" not in seen
+
+
+def test_a_tensor_of_the_host_is_copied_once():
+    """As MPNet makes its positions: the capture takes the copy of the run before it."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen, constants = [], Constants()
+    for number in range(2):
+        with Seen(), constants:
+            found = torch.arange(3).to("meta", torch.float32)
+        assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float32, (3,))
+        assert seen.count("aten._to_copy.default") == 1, number
+    with Seen(), constants:
+        torch.arange(1, 4).to("meta", torch.float32)
+        torch.arange(3).to("meta", torch.float64)
+    assert seen.count("aten._to_copy.default") == 3
 
 
 def test_nothing_is_copied_between_host_and_device_while_a_model_is_captured():

@@ -383,7 +383,7 @@ def token_rows(arch: int) -> list[dict]:
         )
         for recorder in recorders:
             rows += [
-                {**row, "problem": "selection" if recorder.__name__ == "bounds_kernel" else name}
+                {**row, "problem": "selection" if recorder.__name__ in ("bounds_kernel", "survivors_kernel") else name}
                 for row in recorder.rows(name, arch)
             ]
             recorder.calls.clear()
@@ -461,7 +461,8 @@ def test_kernels_fit_their_architecture(compiled):
         "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel", "_decode_kernel", "_delta_kernel",
         "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
         "count_kernel", "place_kernel", "forward_tile_kernel", "forward_long_kernel", "backward_tile_kernel", "delta_kernel",
-        "backward_keys_kernel", "backward_queries_kernel", "clear_kernel", "weights_kernel", "backward_bias_kernel", "bounds_kernel", "forward_tokens_kernel", "backward_tokens_kernel", "rank_kernel", "copy_kernel",
+        "backward_keys_kernel", "backward_queries_kernel", "clear_kernel", "weights_kernel", "backward_bias_kernel", "bounds_kernel", "survivors_kernel", "forward_tokens_kernel",
+        "backward_tokens_kernel", "rank_kernel", "copy_kernel",
         "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
     assert {r["kernel"] for r in rows} == kernels

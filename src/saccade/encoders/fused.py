@@ -23,6 +23,8 @@ from saccade.encoders import joined
 from saccade.encoders.state import State
 
 _active = threading.local()  # `fusion`: whose layers this thread runs
+# the compiler tries more shapes of its kernels: 11.6 ms in place of 12.4 of a BERT-base step of 5,181 tokens (H100)
+_OPTIONS = {"max_autotune_pointwise": True}
 _VARIANTS = 64  # of one layer's code: models, dtypes, modes; torch's 8 would leave the ninth uncompiled
 
 
@@ -39,6 +41,7 @@ class Fusion:
         self.failed, self.seconds = "", 0.0
         self._joined: list[joined.Joined] = []
         self._ready: set[int] = set()  # states whose products have been looked at
+        self._trained: set[int] = set()  # states whose backward is compiled
 
     def knows(self, number: int) -> bool:
         """Whether nothing is left to do for a state."""
@@ -60,6 +63,12 @@ class Fusion:
             self._ready.clear()
         self._ready.add(number)
         return number
+
+    def first_backward(self, number: int) -> bool:
+        """Whether the next backward of a state is its first."""
+        is_first = not self.failed and number not in self._trained
+        self._trained.add(number)
+        return is_first
 
     def fail(self, error: Exception) -> None:
         """Compile nothing from here on."""
@@ -111,8 +120,9 @@ def _compile(backend: str, graph: fx.GraphModule, inputs: list[Any]) -> Callable
     began = time.perf_counter()
     try:
         join_products(graph)
-        found: Callable[..., Any] = lookup_backend(backend)(graph, inputs)
-        return found
+        transposed = move_transposes_out(graph)
+        options = {"config_patches": _OPTIONS} if backend == "inductor" else {}
+        return _transposing(lookup_backend(backend)(graph, inputs, **options), transposed)
     finally:
         fusion = getattr(_active, "fusion", None)
         if fusion is not None:
@@ -147,6 +157,40 @@ def join_products(graph: fx.GraphModule) -> int:
     if wanted:
         graph.recompile()
     return len(wanted)
+
+
+Dims = tuple[int, int]
+
+
+def move_transposes_out(graph: fx.GraphModule) -> list[Dims | None]:
+    """Let outputs that are transposed leave a graph before that, in place; returns the dimensions that are still to be exchanged, by output.
+
+    The compiler asks that the gradient of an output of dynamic shape is contiguous. Gradients of attention lie as query, key and value do before
+    they are transposed: a copy of each took 1.3 of 14.9 ms of a BERT-base step of 5,181 tokens (H100).
+    """
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    moved: list[Dims | None] = []
+    values: list[Any] = []
+    for value in output.args[0]:
+        is_moved = isinstance(value, fx.Node) and value.op == "call_method" and value.target == "transpose" and not value.kwargs
+        is_moved = is_moved and isinstance(value.args[0], fx.Node) and value.args[0].op != "placeholder"
+        moved.append(value.args[1:] if is_moved else None)
+        values.append(value.args[0] if is_moved else value)
+    if any(moved):
+        output.args = (type(output.args[0])(values),)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+    return moved
+
+
+def _transposing(compiled: Callable[..., Any], moved: list[Dims | None]) -> Callable[..., Any]:
+    if not any(moved):
+        return compiled
+
+    def run(*inputs: Any) -> Any:
+        return [x if dims is None else x.transpose(*dims) for x, dims in zip(compiled(*inputs), moved, strict=True)]
+
+    return run
 
 
 def _dtype(node: fx.Node) -> Any:

@@ -205,7 +205,7 @@ def _implementation(one: Served | Batched) -> str | None:
     return getattr(getattr(one.model, "config", None), "_attn_implementation", None)
 
 
-def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool = False) -> Optimized:
+def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None) -> Optimized:
     """Run the encoders inside a model without padding, and on a GPU from CUDA graphs, in inference and in training.
 
     The model is changed in place; its inputs, outputs, parameters and names stay as they are. A padded batch goes in, the real tokens are packed
@@ -220,9 +220,10 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool = False) -> O
         model: an encoder of transformers, with or without a head; ViT, CLIP, SigLIP or DINOv2; timm's `VisionTransformer`; a
             `SentenceTransformer`, `CrossEncoder` or `SparseEncoder`; or any module that holds one. Ids on the host are packed there, and brought to the GPU in one copy.
         memory: the share of the GPU's free memory that graphs may hold, above 0 and at most 1; the least recently used leave first.
-        fuse: on a GPU, let torch.compile fuse what lies between the matrix products of packed encoders, and make one product of query, key and
-            value. Each mode and dtype is compiled once for all sizes, before its first capture; `explain()` shows the time. The weights of
-            one product move side by side, each a tensor of its own. It has not been timed on a GPU yet.
+        fuse: on a GPU, torch.compile fuses what lies between the matrix products of packed encoders, and query, key and value take one product.
+            Each mode and dtype is compiled once for all sizes, before its first capture, in some 5 to 15 s; `explain()` shows the time. The
+            weights of one product move side by side, each a tensor of its own. False leaves it out. None, the default, is True wherever texts
+            are packed.
 
     Returns:
         a handle with `explain()`, `prepare(...)` and `restore()`, which is a context manager too.
@@ -238,7 +239,8 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool = False) -> O
         raise InvalidArgument(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     if not isinstance(memory, (int, float)) or isinstance(memory, bool) or not 0 < memory <= 1:
         raise InvalidArgument(f"memory is {memory!r}; it must be above 0 and at most 1, a share of the free memory")
-    check_flag("fuse", fuse)
+    if fuse is not None:
+        check_flag("fuse", fuse)
     has_transformers = has_package("transformers")
     served: list[Served | Batched] = []
     left: list[str] = []
@@ -257,7 +259,9 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool = False) -> O
         elif reason:
             left.append(f"{type(base).__name__}: stock: {reason}")
         else:
-            served.append(Served(base, float(memory), has_head, fuse) if tower is None else Batched(base, float(memory), tower))
+            served.append(
+                Served(base, float(memory), has_head, fuse is not False) if tower is None else Batched(base, float(memory), tower)
+            )
     if not served and not left and not has_transformers:
         raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
     if not served:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from saccade.encoders import families, images
 from saccade.encoders.capacity import columns_captured, rows_captured
+from saccade.encoders.constants import Constants
 from saccade.encoders.images import MASK, Batched, Form, Tower
-from saccade.encoders.scalars import Scalars
 from saccade.engine.calls import read_later
 
 _IDS = "input_ids"
@@ -46,7 +46,7 @@ class Table(images.Rows):
     token of each added row has mask 1, as a row of which attention sees nothing may give NaN."""
 
     def __init__(self, capacity: int, form: Form, device: torch.device, padding: int):
-        self.capacity, self.padding = capacity, padding
+        self.capacity, self.padding, self.constants = capacity, padding, Constants()
         with torch.inference_mode(False):
             self.tensors = {name: torch.empty((capacity, *shape), dtype=dtype, device=device) for name, shape, dtype in form}
         self.load({name: x[:0] for name, x in self.tensors.items()})
@@ -232,7 +232,7 @@ class Padded(Batched):
     def outputs(self, inputs: images.Rows) -> tuple[Tensor, ...]:
         """The tensors that the model's own forward returns."""
         before = torch.get_rng_state(), random.getstate()
-        with Scalars():
+        with inputs.constants if isinstance(inputs, Table) else Constants():
             kind, named = self._named_outputs(inputs.tensors)
         if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
             torch.set_rng_state(before[0])

@@ -18,6 +18,7 @@ from saccade.encoders.tokens import Chunk
 from saccade.errors import InvalidArgument
 
 GPU_TOKENS, CPU_TOKENS = 16_384, 4_096  # of a batch whose size the user leaves open
+_BEHIND = 4  # batches whose results may be on their way
 
 
 class Bound(NamedTuple):
@@ -38,15 +39,12 @@ class Bound(NamedTuple):
 
 
 def batches(chunks: Iterable[Chunk], bound: Bound) -> Iterator[Chunk]:
-    """The texts of chunks in batches, the longest of a chunk first. What does not fill a batch waits for the next chunk, but for the first chunk, which
-    the device waits for."""
+    """The texts of chunks in batches, the longest of a chunk first. The last batch of a chunk waits for the next chunk, which may fill it; that of the
+    first chunk does not, as the device waits for it."""
     import numpy as np
 
     left: Chunk | None = None
-    source = iter(chunks)
-    chunk, is_first = next(source, None), True
-    while chunk is not None:
-        following = next(source, None)
+    for number, chunk in enumerate(chunks):
         whole = chunk if left is None else _joined(left, chunk)
         left = None
         order = np.argsort(-whole.lengths, kind="stable")
@@ -56,12 +54,13 @@ def batches(chunks: Iterable[Chunk], bound: Bound) -> Iterator[Chunk]:
         while first < len(order):
             end = bound.end(lengths, sums, first)
             some = _taken(whole, order[first:end], starts[first:end], lengths[first:end])
-            if end == len(order) and following is not None and not is_first:
+            if end == len(order) and number > 0:
                 left = some
             else:
                 yield some
             first = end
-        chunk, is_first = following, False
+    if left is not None:
+        yield left
 
 
 def _joined(one: Chunk, other: Chunk) -> Chunk:
@@ -150,7 +149,7 @@ class Results:
             event.record()
             rows = host
         self._waiting.append((rows, places, event))
-        while len(self._waiting) > 2:
+        while len(self._waiting) > _BEHIND:
             self._put(*self._waiting.pop(0))
 
     def _put(self, rows: Tensor, places: Any, event: Any) -> None:
@@ -158,7 +157,10 @@ class Results:
             self.whole = rows.new_empty((self.count, *rows.shape[1:]), pin_memory=False)
         if event is not None:
             event.synchronize()
-        self.whole[torch.as_tensor(places).to(rows.device, non_blocking=True)] = rows
+        if rows.is_cuda:
+            self.whole[torch.as_tensor(places).to(rows.device, non_blocking=True)] = rows
+        else:  # by numpy: the threads of torch would wait for cores on which texts are tokenised
+            _bits(self.whole)[places] = _bits(rows)
 
     def finish(self) -> Tensor | None:
         """All rows; None if there were none."""
@@ -166,6 +168,11 @@ class Results:
             self._put(*waiting)
         self._waiting = []
         return self.whole
+
+
+def _bits(x: Tensor) -> Any:
+    """A tensor of the host as numpy reads it, which knows no bfloat16."""
+    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x.detach()).numpy()
 
 
 def padded(batch: Chunk, padding: int, padding_type: int, left: bool) -> dict[str, Tensor]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain
+from contextlib import closing, nullcontext
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
 from saccade.encoders.prefix import first_words, is_certain
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
-_AHEAD = 3  # chunks that are tokenised before they are asked for
-_FIRST, _MOST = 256, 4096  # texts of the first chunk, which the device waits for, and of later ones
+_AHEAD = 4  # chunks that are tokenised before they are asked for
+_THREADS = 2  # so that the Rust code of one chunk runs while another thread waits for the interpreter
+_FIRST, _MOST = 256, 2048  # texts of the first chunk, which the device waits for, and of later ones
+_AT_ONCE = 256  # encodings that are read without a pause: some 0.8 ms
 _FEW = 500  # added tokens that are looked at in each call
 _METHODS = ("__call__", "_encode_plus", "_batch_encode_plus", "set_truncation_and_padding")
 
@@ -31,11 +35,19 @@ class Chunk(NamedTuple):
 
 
 def ahead(work: Callable[[_A], _B], items: Iterable[_A]) -> Generator[_B, None, None]:
-    """`map` in a thread that is a few items ahead. The thread ends with the iterator, whether it is read to its end, fails or is closed."""
-    pool = ThreadPoolExecutor(1, "saccade-tokens")
+    """`map` in threads that are a few items ahead. They end with the iterator, whether it is read to its end, fails or is closed.
+
+    The first item, for which the device waits, shares the cores with no other.
+    """
+    source = iter(items)
+    first = [work(item) for item in islice(source, 1)]
+    pool = ThreadPoolExecutor(_THREADS, "saccade-tokens")
     try:
         waiting: deque[Future[_B]] = deque()
-        for item in items:
+        for item in islice(source, _AHEAD):
+            waiting.append(pool.submit(work, item))
+        yield from first
+        for item in source:
             waiting.append(pool.submit(work, item))
             if len(waiting) > _AHEAD:
                 yield waiting.popleft().result()
@@ -61,18 +73,23 @@ class Rust(NamedTuple):
     certain: bool  # whether the first words of a text are enough
     typed: bool  # whether a single text has other token types than 0
 
-    def encode(self, texts: list[Any]) -> list[Any]:
-        """The encodings of texts, or of pairs of them."""
+    def cut(self, texts: list[Any]) -> list[Any]:
+        """The texts without what lies far beyond the limit."""
         limit = self.limit
         if limit is None or not self.certain or not isinstance(texts[0], str):
-            return self.tokenizer.encode_batch_fast(texts)  # type: ignore[no-any-return]
-        short = [first_words(x, limit) for x in texts] if max(map(len, texts)) > limit else texts
-        found = self.tokenizer.encode_batch_fast(short)
-        again = [i for i, (x, y) in enumerate(zip(short, texts, strict=True)) if x is not y and len(found[i]) < limit]
-        if again:
+            return texts
+        return [first_words(x, limit) for x in texts] if max(map(len, texts)) > limit else texts
+
+    def encode(self, texts: list[Any], short: list[Any] | None = None) -> list[Any]:
+        """The encodings of texts, or of pairs of them. short: what `cut` leaves of them."""
+        short = self.cut(texts) if short is None else short
+        found: list[Any] = self.tokenizer.encode_batch_fast(short)
+        if short is not texts:
+            limit = self.limit or 0
+            again = [i for i, (x, y) in enumerate(zip(short, texts, strict=True)) if x is not y and len(found[i]) < limit]
             for i, whole in zip(again, self.tokenizer.encode_batch_fast([texts[i] for i in again]), strict=True):
                 found[i] = whole
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 class Tokens:
@@ -112,23 +129,44 @@ class Tokens:
         return Rust(found, limit, certain, typed)
 
     def chunks(self, rust: Rust, texts: list[Any], order: Any, before: str) -> Generator[Chunk, None, None]:
-        """The tokens of texts, in an order of them. before: a prompt."""
+        """The tokens of texts, in an order of them. before: a prompt.
 
-        def work(part: slice) -> Chunk:
-            places = order[part]
-            some = [texts[i] for i in places.tolist()]
-            if before:
-                some = [before + x if isinstance(x, str) else (before + x[0], *x[1:]) for x in some]
-            return self._chunk(rust, some, places)
+        The threads run Rust code alone: Python code there would keep the caller from the interpreter for 5 ms at each operation of torch.
+        """
+        places = [order[part] for part in slices(len(texts))]
 
-        parts = slices(len(texts))
-        yield from map(work, parts) if len(texts) <= _FIRST else ahead(work, parts)
+        def given() -> Iterator[tuple[list[Any], list[Any]]]:
+            for some in places:
+                found = [texts[i] for i in some.tolist()]
+                if before:
+                    found = [before + x if isinstance(x, str) else (before + x[0], *x[1:]) for x in found]
+                yield found, rust.cut(found)
 
-    def _chunk(self, rust: Rust, texts: list[Any], places: Any) -> Chunk:
-        encodings = rust.encode(texts)
-        ids, lengths = flat([x.ids for x in encodings])
-        typed = self.types and (rust.typed or not isinstance(texts[0], str))
-        return Chunk(ids, lengths, places, flat([x.type_ids for x in encodings])[0] if typed else None)
+        def encode(pair: tuple[list[Any], list[Any]]) -> list[Any]:
+            return rust.encode(*pair)
+
+        encodings = map(encode, given()) if len(places) == 1 else ahead(encode, given())
+        with closing(encodings) if isinstance(encodings, Generator) else nullcontext():
+            typed = self.types and (rust.typed or not isinstance(texts[0], str))
+            for found, some in zip(encodings, places, strict=True):
+                yield Chunk(*_arrays(found, some, typed))
+
+
+def _arrays(encodings: list[Any], places: Any, typed: bool) -> tuple[Any, Any, Any, Any]:
+    """What a chunk holds. After some encodings the interpreter is lent to a thread that waits for it, so that the Rust code has work."""
+    import numpy as np
+
+    parts = []
+    for first in range(0, len(encodings), _AT_ONCE):
+        some = encodings[first : first + _AT_ONCE]
+        encodings[first : first + _AT_ONCE] = [None] * len(
+            some
+        )  # encodings are dropped in parts too: that takes as long as reading them
+        parts.append((*flat([x.ids for x in some]), flat([x.type_ids for x in some])[0] if typed else None))
+        del some
+        time.sleep(0)
+    ids, lengths, types = zip(*parts, strict=True)
+    return np.concatenate(ids), np.concatenate(lengths), places, np.concatenate(types) if typed else None
 
 
 def flat(lists: list[Any]) -> tuple[Any, Any]:

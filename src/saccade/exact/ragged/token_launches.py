@@ -13,6 +13,7 @@ from saccade.exact.args import AttentionArgs
 from saccade.exact.ragged.call import Call
 from saccade.exact.ragged.config import TOKENS_MAX_DIM, token_config
 from saccade.exact.ragged.launches import Gradients
+from saccade.exact.ragged.token_dropout import survivors_kernel
 from saccade.exact.ragged.tokens import backward_tokens_kernel, bounds_kernel, forward_tokens_kernel
 from saccade.exact.varlen.args import FULL, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.launch.cache import LaunchCache
@@ -23,6 +24,7 @@ from saccade.nvrtc.capture import capture_id
 # buckets of lengths in brackets, 12 heads, mean 20 tokens, the best shapes: D = 64, 64 sequences 20 (52), 256 sequences 57 (80), 1,024 sequences 194 (184).
 MOST_NUMBERS = 2**23
 _BLOCK = 128  # tokens of a program of `bounds_kernel`
+_DRAWN = 32  # rows of a program of `survivors_kernel`
 _MAX_KNOWN = 16
 
 
@@ -78,10 +80,15 @@ def has_window(args: VarlenArgs | AttentionArgs) -> bool:
     return (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT)
 
 
-def _varying(call: Call) -> tuple[int, ...]:
+def _varying(call: Call, words: int) -> tuple[int, ...]:
+    return call.total_q, call.sequences, call.sequences.bit_length(), words, *_window(call)
+
+
+def _window(call: Call) -> tuple[int, int]:
+    """(left, right), at most all tokens."""
     args = call.args
     left, right = (call.total_q if end == NO_LIMIT else min(end, call.total_q) for end in (args.window_left, args.window_right))
-    return call.total_q, call.sequences, call.sequences.bit_length(), args.max_k, left, 0 if _causal(args) else right
+    return left, 0 if _causal(args) else right
 
 
 def _causal(args: VarlenArgs) -> bool:
@@ -96,34 +103,50 @@ def _alignment(args: VarlenArgs) -> int:
     return UPPER_LEFT if _causal(args) else FULL
 
 
+def _survivors(call: Call, bounds: Tensor) -> tuple[Tensor, int]:
+    """(which weights survive dropout, a bit each, int32 `[H, T, words]`; words of a row). Drawn again in backward, which costs less than keeping them."""
+    args = call.args
+    if args.seed is None:
+        return bounds, 0
+    left, right = _window(call)
+    words = -(-args.max_k // 32)
+    if has_window(args):  # those from the word that the first key in the window of a row lies in
+        words = min(words, (left + right) // 32 + 2)
+    bits = torch.empty((call.heads, call.total_q, words), dtype=torch.int32, device=bounds.device)
+    programs = -(-call.total_q // _DRAWN) * call.heads
+    varying, numbers = (call.total_q, args.max_k, words, left), (args.dropout_p, call.heads, _DRAWN, has_window(args))
+    launch_any(survivors_kernel, programs, (args.seed, bounds, bits), varying, numbers, num_warps=4)
+    return bits, words
+
+
 def forward(call: Call, out: Tensor, lse: Tensor) -> None:
     """out and lse of all tokens."""
     args, config = call.args, token_config("fwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
-    seed = query if args.seed is None else args.seed
-    tensors = (query, key, value, seed, bounds_of(args.cu_seqlens_q, call.total_q), out, lse)
+    bounds = bounds_of(args.cu_seqlens_q, call.total_q)
+    bits, words = _survivors(call, bounds)
+    tensors = (query, key, value, bits, bounds, out, lse)
     numbers = (
         _heads(query, key, value, out), call.head_dim, args.scale, args.dropout_p, _rows(query, key, value, out), call.heads, call.group,
         config.tile, config.step, call.block_d, _alignment(args), has_window(args), args.seed is not None, call.masks_dims, config.stages,
         call.precision,
     )  # fmt: skip
     programs = -(-call.total_q // config.tile) * call.heads
-    launch_any(forward_tokens_kernel, programs, tensors, _varying(call), numbers, num_warps=config.warps)
+    launch_any(forward_tokens_kernel, programs, tensors, _varying(call, words), numbers, num_warps=config.warps)
 
 
 def backward(call: Call, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients) -> None:
     """Every gradient of all tokens."""
     args, config = call.args, token_config("bwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
-    seed = query if args.seed is None else args.seed
+    bounds = bounds_of(args.cu_seqlens_q, call.total_q)
+    bits, words = _survivors(call, bounds)
     strided = (query, key, value, dout, out, *gradients)
-    tensors = (
-        query, key, value, seed, bounds_of(args.cu_seqlens_q, call.total_q), dout, out, lse, lse if dlse is None else dlse, *gradients
-    )  # fmt: skip
+    tensors = (query, key, value, bits, bounds, dout, out, lse, lse if dlse is None else dlse, *gradients)
     owners = call.heads // call.group
     numbers = (
         _heads(*strided), call.head_dim, args.scale, args.dropout_p, _rows(*strided), owners, call.group, config.tile, config.step,
         call.block_d, _alignment(args), has_window(args), args.seed is not None, dlse is not None, call.masks_dims, call.precision,
     )  # fmt: skip
     programs = -(-call.total_q // config.tile) * owners
-    launch_any(backward_tokens_kernel, programs, tensors, _varying(call), numbers, num_warps=config.warps)
+    launch_any(backward_tokens_kernel, programs, tensors, _varying(call, words), numbers, num_warps=config.warps)

@@ -29,9 +29,10 @@ import triton
 import triton.language as tl
 
 from saccade.exact.ragged.tiles import FULL, LN2, LOG2E
+from saccade.exact.ragged.token_dropout import survived
 
 # arguments that change from batch to batch, and a window, which is at most as wide as the tokens; without one nobody reads it
-VARYING_TOKENS = ["total", "sequences", "steps", "longest", "left", "right"]
+VARYING_TOKENS = ["total", "sequences", "steps", "words", "left", "right"]
 
 
 @triton.jit(do_not_specialize=VARYING_TOKENS[:3])
@@ -120,36 +121,20 @@ def _visible(rows, first, last, keys, window, CAUSAL: tl.constexpr, HAS_WINDOW: 
     return seen
 
 
-@triton.jit
-def _dropped(weights, seed, problems, queries, keys, longest, dropout_p):
-    """Weights that survive dropout, scaled; the draw of `saccade.engine.philox`. queries, keys: places in their sequence, `[.., 1]` or `[1, ..]`.
-
-    Tokens of several sequences share a tile, whose groups of four keys begin at different columns: each pair draws for itself.
-    """
-    counter = (queries * ((longest + 3) // 4) + keys // 4).to(tl.uint32)
-    zero = counter * 0
-    r0, r1, r2, r3 = tl.philox(tl.load(seed), counter, zero + problems.to(tl.uint32), zero, zero)
-    place = keys % 4 + (counter * 0).to(tl.int32)
-    word = tl.where(place < 2, tl.where(place == 0, r0, r1), tl.where(place == 2, r2, r3))
-    uniform = (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24: exact in float32
-    return tl.where(uniform >= dropout_p, weights / (1.0 - dropout_p), 0.0)
-
-
 @triton.jit(do_not_specialize=VARYING_TOKENS)
 def forward_tokens_kernel(
-    query, key, value, seed, bounds, out, lse, total, sequences, steps, longest, left, right, head_strides, head_dim, scale, dropout_p,
+    query, key, value, bits, bounds, out, lse, total, sequences, steps, words, left, right, head_strides, head_dim, scale, dropout_p,
     ROWS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of a tile of tokens."""
+    """out and lse of a tile of tokens. bits, words: of `survivors_kernel`, if HAS_DROPOUT."""
     h = tl.program_id(0) % HEADS
     begin = tl.program_id(0) // HEADS * TILE
     behind = tl.minimum(begin + TILE, total)
     stop, alone = behind, 0 * behind
     while begin < behind:
         rows, exist, real, first, last, low, high = _group(bounds, total, begin, stop, TILE)
-        problems = tl.load(bounds + 2 * total.to(tl.int64) + rows, mask=exist, other=0) * HEADS + h
         start_of_keys, end = low, high
         if CAUSAL != FULL:
             end = tl.minimum(high, stop)
@@ -166,7 +151,8 @@ def forward_tokens_kernel(
             v = _load(value, head_strides[2], ROWS[2], h // GROUP, keys, keys < end, head_dim, BLOCK_D, MASK_D)
             # S = scale Q K^T, in base 2
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
-            scores = tl.where(_visible(rows, first, last, keys, (left, right), CAUSAL, HAS_WINDOW), scores, float("-inf"))
+            seen = _visible(rows, first, last, keys, (left, right), CAUSAL, HAS_WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             # a query that has seen no key yet: -inf - -inf would be NaN
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -174,8 +160,8 @@ def forward_tokens_kernel(
             rescale = tl.exp2(row_max - shift)
             row_sum = row_sum * rescale + tl.sum(weights, 1)
             if HAS_DROPOUT:
-                places = (rows - first)[:, None], keys[None, :] - first[:, None]
-                weights = _dropped(weights, seed, problems[:, None], *places, longest, dropout_p)
+                kept = survived(bits, h, total, words, rows, real, first, start, left, STEP, False, HAS_WINDOW)
+                weights = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
             acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
             row_max = new_max
         acc *= tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)[:, None]
@@ -193,7 +179,8 @@ def _side(
 ):  # fmt: skip
     """The gradients of a tile from the tokens `start` to `end` beside it: as keys of its queries, and as queries of its keys."""
     query, key, value, dout, _, _, _ = tensors
-    rows, first, last, h, owner, total, problems, seed, longest, dropout_p = where
+    rows, first, last, h, owner, total, begin, bounds, bits, words, dropout_p = where
+    TILE: tl.constexpr = rows.shape[0]
     for at in tl.range(start, end, STEP, num_stages=1):
         others = at + tl.arange(0, STEP)
         exist = others < end
@@ -204,8 +191,8 @@ def _side(
             weights = tl.where(seen, tl.exp2(tl.dot(q, tl.trans(k2), input_precision=PRECISION) * factor - shift[:, None]), 0.0)
             dweights = tl.dot(do, tl.trans(v2), input_precision=PRECISION)
             if HAS_DROPOUT:
-                places = (rows - first)[:, None], others[None, :] - first[:, None]
-                dweights = _dropped(dweights, seed, problems[:, None], *places, longest, dropout_p)
+                kept = survived(bits, h, total, words, rows, first < last, first, at, window[0], STEP, False, HAS_WINDOW)
+                dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
             dscores = weights * (dweights - delta[:, None])
             dq = tl.dot(dscores.to(q.dtype), k2, dq, input_precision=PRECISION)
         if AS_QUERIES:
@@ -224,9 +211,10 @@ def _side(
             dweights = tl.dot(v, tl.trans(do2), input_precision=PRECISION)
             dropped = weights
             if HAS_DROPOUT:
-                places = others[None, :] - first[:, None], (rows - first)[:, None]
-                kept = _dropped(tl.full(weights.shape, 1.0, tl.float32), seed, problems[:, None], *places, longest, dropout_p)
-                dropped, dweights = weights * kept, dweights * kept
+                begins = tl.load(bounds + others, mask=exist, other=0)
+                kept = survived(bits, h, total, words, others, exist, begins, begin, window[0], TILE, True, HAS_WINDOW)
+                dropped = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
+                dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
             dv = tl.dot(dropped.to(q.dtype), do2, dv, input_precision=PRECISION)
             dscores = weights * (dweights - delta2[None, :])
             dk = tl.dot(dscores.to(q.dtype), q2, dk, input_precision=PRECISION)
@@ -251,10 +239,10 @@ def _row_numbers(
 
 @triton.jit(do_not_specialize=VARYING_TOKENS)
 def backward_tokens_kernel(
-    query, key, value, seed, bounds, dout, out, lse, dlse, dquery, dkey, dvalue, total, sequences, steps, longest, left, right,
-    head_strides, head_dim, scale, dropout_p, ROWS: tl.constexpr, OWNERS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr,
-    MASK_D: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, value, bits, bounds, dout, out, lse, dlse, dquery, dkey, dvalue, total, sequences, steps, words, left, right,
+    head_strides, head_dim, scale, dropout_p, ROWS: tl.constexpr, OWNERS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Every gradient of a tile of tokens, for a key head and the query heads of its group."""
     owner = tl.program_id(0) % OWNERS
@@ -270,7 +258,6 @@ def backward_tokens_kernel(
             reach = tl.maximum(left, right)
             start_of_others = tl.maximum(low, begin - reach)
             end_of_others = tl.minimum(high, stop + reach)
-        numbers = tl.load(bounds + 2 * total.to(tl.int64) + rows, mask=exist, other=0) * (OWNERS * GROUP)
         k = _load(key, head_strides[1], ROWS[1], owner, rows, real, head_dim, BLOCK_D, MASK_D)
         v = _load(value, head_strides[2], ROWS[2], owner, rows, real, head_dim, BLOCK_D, MASK_D)
         dk = tl.zeros((TILE, BLOCK_D), tl.float32)
@@ -285,23 +272,20 @@ def backward_tokens_kernel(
             )
             # the pairs of the tile itself: S = scale Q K^T, dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
-            weights = tl.where(
-                _visible(rows, first, last, rows, (left, right), CAUSAL, HAS_WINDOW), tl.exp2(scores - shift[:, None]), 0.0
-            )
+            seen = _visible(rows, first, last, rows, (left, right), CAUSAL, HAS_WINDOW)
+            weights = tl.where(seen, tl.exp2(scores - shift[:, None]), 0.0)
             dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             dropped = weights
             if HAS_DROPOUT:
-                places = (rows - first)[:, None], rows[None, :] - first[:, None]
-                kept = _dropped(
-                    tl.full(weights.shape, 1.0, tl.float32), seed, (numbers + h)[:, None], *places, longest, dropout_p
-                )
-                dropped, dweights = weights * kept, dweights * kept
+                kept = survived(bits, h, total, words, rows, real, first, begin, left, TILE, False, HAS_WINDOW)
+                dropped = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
+                dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
             dv = tl.dot(tl.trans(dropped.to(q.dtype)), do, dv, input_precision=PRECISION)
             dscores = weights * (dweights - delta[:, None])
             rounded = dscores.to(q.dtype)
             dk = tl.dot(tl.trans(rounded), q, dk, input_precision=PRECISION)
             dq = tl.dot(rounded, k, input_precision=PRECISION)
-            where = (rows, first, last, h, owner, total, numbers + h, seed, longest, dropout_p)
+            where = (rows, first, last, h, owner, total, begin, bounds, bits, words, dropout_p)
             # tokens before the tile, and behind it: of the first and of the last sequence that reaches beyond it
             dq, dk, dv = _side(
                 q, do, shift, delta, dq, k, v, dk, dv, tensors, head_strides, where, (left, right), head_dim, factor, start_of_others,

@@ -1,0 +1,173 @@
+"""Which committed results are older than the kernels that they measure: `python benchmarks/run.py --stale`.
+
+A row names the commit at which it was measured. What is compared are kernels and what shapes their launches, as code: comments, docstrings and blank
+lines do not count, and a file that was only moved has not changed. The host's part of a call is not compared, except for whole encoders.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import hashlib
+import re
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+_SHORT, _RAGGED, _LONG = "exact/short/*", "exact/ragged/*", "exact/ragged/*long*"
+_NM = ("nm_sparse/fused/*", "nm_sparse/cuda/*", "nm_sparse/masked/*", "nm_sparse/backward_sm90/*", "nm_sparse/staged/*")
+_DMA = ("dynamic_mask/gather/*", "dynamic_mask/selection/*")
+_SHAPES = ("choice.py", "config.py", "launch.py", "launchers.py", "launches.py", "token_launches.py")
+_WHOLE = ("exact/cpu.py", "encoders/*", "distributed/*")  # no kernels: every file counts
+# table, by the longest beginning that fits -> the code whose speed or accuracy it measures, below src/saccade
+MEASURED: dict[str, tuple[str, ...]] = {
+    "short": (_SHORT,),
+    "short_auto": (_SHORT, _LONG),
+    "short_long": (_SHORT, _LONG),
+    "short_sizes": (_SHORT, _LONG),
+    "short_ragged": (_RAGGED,),
+    "pooled_depth": (_SHORT,),
+    "models": (_SHORT, _RAGGED),
+    "encoders": (_RAGGED, "encoders/*"),
+    "auto_cpu": ("exact/cpu.py",),
+    "short_tune": (),  # candidates of one kernel
+    "dynamic_mask": _DMA,
+    "dynamic_mask_cpu": ("dynamic_mask/gather/cpu/*",),
+    "dynamic_mask_decode": ("dynamic_mask/decode/*",),
+    "context_parallel": (*_DMA, "distributed/*"),
+    "tensor_parallel": (*_DMA, "distributed/*"),
+    "nm": _NM,
+    "nm_finetune": (),  # trainings
+    "nm_quality": (),
+    "nm_figure12": (),  # errors of the method
+    "volta": ("exact/volta/*",),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A CSV of results. commits: where its rows were measured, oldest first as git knows them. changed: files that differ since."""
+
+    path: Path
+    rows: int
+    commits: tuple[str, ...]
+    changed: tuple[str, ...] = ()
+    unknown: str = ""  # why nothing can be said
+
+    @property
+    def is_stale(self) -> bool:
+        return bool(self.changed)
+
+
+def patterns_of(table: str) -> tuple[str, ...]:
+    """The code that a table measures; empty if it measures none, as trainings do."""
+    fitting = [start for start in MEASURED if table.startswith(start)]
+    return MEASURED[max(fitting, key=len)] if fitting else ()
+
+
+def verdicts(results: Path = HERE / "results") -> list[Verdict]:
+    """One for each CSV of results that measures code."""
+    return [
+        verdict(path) for path in sorted(results.glob("*/*.csv")) if patterns_of(path.stem) and path.parent.name != "predictions"
+    ]
+
+
+def verdict(path: Path) -> Verdict:
+    """What has changed since the rows of a CSV were measured."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    commits = tuple(dict.fromkeys(row.get("commit") or "" for row in rows))
+    if "" in commits:
+        return Verdict(path, len(rows), commits, unknown="rows name no commit")
+    missing = [x for x in commits if not _tree(x)]
+    if missing:
+        return Verdict(path, len(rows), commits, unknown=f"this checkout has no commit {missing[0]}")
+    now = {name: blob for name, blob in _tree("HEAD").items() if is_measured(name, patterns_of(path.stem), blob)}
+    changed = sorted({name for commit in commits for name, blob in now.items() if not _is_in(commit, name, blob)})
+    return Verdict(path, len(rows), commits, tuple(changed))
+
+
+def is_measured(name: str, patterns: Iterable[str], blob: str) -> bool:
+    """Whether a file of the repository is among what a table measures."""
+    below = name.removeprefix("src/saccade/")
+    if below == name or not any(fnmatch(below, x) for x in patterns):
+        return False
+    if name.endswith(".py"):
+        is_whole = any(fnmatch(below, x) for x in _WHOLE)
+        return is_whole or Path(name).name in _SHAPES or "@triton.jit" in _git("cat-file", "blob", blob)
+    return Path(name).suffix in (".cu", ".cuh", ".cpp", ".hpp")
+
+
+def _is_in(commit: str, name: str, blob: str) -> bool:
+    """Whether a commit has the code of a file, there or under another folder."""
+    before = _tree(commit)
+    if blob in before.values():
+        return True
+    same_name = {old for path, old in before.items() if path.startswith("src/") and Path(path).name == Path(name).name}
+    return any(_code(old, name) == _code(blob, name) for old in same_name)
+
+
+def _git(*asked: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *asked], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+@cache
+def _tree(commit: str) -> dict[str, str]:
+    """Path -> blob of a commit; empty if this checkout does not have it."""
+    found = {}
+    for line in _git("ls-tree", "-r", commit, "--", "src").splitlines():
+        about, name = line.split("\t", 1)
+        found[name] = about.split()[2]
+    return found
+
+
+@cache
+def _code(blob: str, name: str) -> str:
+    return code_of(_git("cat-file", "blob", blob), name)
+
+
+def code_of(text: str, name: str) -> str:
+    """A digest of the code in a file, without its comments."""
+    if name.endswith(".py"):
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            return hashlib.sha256(text.encode()).hexdigest()
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+                and ast.get_docstring(node) is not None
+            ):
+                node.body = node.body[1:] or [ast.Pass()]
+        code = ast.dump(tree)
+    else:
+        code = " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL).split())
+    return hashlib.sha256(code.encode()).hexdigest()
+
+
+def report(found: list[Verdict]) -> None:
+    """A line for each CSV."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Results against the code that they measure")
+    for name in ("table", "rows", "measured at", "since then"):
+        table.add_column(name, overflow="fold")
+    for one in found:
+        names = [Path(x).name for x in one.changed]
+        said = one.unknown or (
+            f"older than {', '.join(names[:4])}{f' and {len(names) - 4} more' if names[4:] else ''}" if names else "unchanged"
+        )
+        table.add_row(f"{one.path.parent.name}/{one.path.name}", str(one.rows), " ".join(one.commits), said)
+    console = Console()
+    console.print(table)
+    console.print(f"{sum(x.is_stale for x in found)} of {len(found)} tables are older than the code that they measure.")

@@ -1,0 +1,99 @@
+"""Which results are older than the code that they measure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import stale
+
+KERNEL = '''"""A kernel."""
+
+import triton
+
+
+@triton.jit
+def kernel(x):
+    return x  # what is given
+'''
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """An empty repository; the function commits a file and returns the commit."""
+
+    def git(*given):
+        about = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *about, *given], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    def write(name, text, remove=None):
+        if remove is not None:
+            (tmp_path / remove).unlink()
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        git("add", "-A")
+        git("commit", "-qm", "a change")
+        stale._tree.cache_clear()
+        stale._code.cache_clear()
+        return git("rev-parse", "--short", "HEAD")
+
+    git("init", "-q")
+    monkeypatch.setattr(stale, "ROOT", tmp_path)
+    yield write
+    stale._tree.cache_clear()
+    stale._code.cache_clear()
+
+
+def table(tmp_path, commit, name="short_full"):
+    path = tmp_path / "results" / "h100" / f"{name}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"table,commit\n{name},{commit}\n")
+    return stale.verdict(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda write: write("src/saccade/exact/short/forward.py", KERNEL.replace("return x ", "return 2 * x ")), True),
+        (lambda write: write("src/saccade/exact/short/forward.py", KERNEL.replace("what is given", "the input")), False),
+        (lambda write: write("src/saccade/exact/short/new/forward.py", KERNEL, "src/saccade/exact/short/forward.py"), False),
+        (lambda write: write("src/saccade/exact/short/api.py", "x = 1\n"), False),
+        (lambda write: write("src/saccade/nm_sparse/fused/forward.py", KERNEL.replace("x", "y")), False),
+        (lambda write: write("src/saccade/exact/short/cuda/forward.cu", "int x;\n"), True),
+    ],
+    ids=["code", "comment", "moved", "host", "another-family", "cuda"],
+)
+def test_what_counts_as_a_change(repository, tmp_path, change, expected):
+    commit = repository("src/saccade/exact/short/forward.py", KERNEL)
+    assert not table(tmp_path, commit).is_stale
+    change(repository)
+    assert table(tmp_path, commit).is_stale is expected
+
+
+def test_rows_that_say_nothing(repository, tmp_path):
+    repository("src/saccade/exact/short/forward.py", KERNEL)
+    assert table(tmp_path, "").unknown == "rows name no commit"
+    assert table(tmp_path, "0000000").unknown == "this checkout has no commit 0000000"
+
+
+def test_comments_of_cuda():
+    one, other = "int x; // one\n/* two\n lines */ int y;", "int x;\nint y;"
+    assert stale.code_of(one, "a.cu") == stale.code_of(other, "a.cu") != stale.code_of("int x; int z;", "a.cu")
+
+
+def test_each_table_says_what_it_measures():
+    tables = Path(stale.__file__).parent / "tables"
+    names = [path.stem for path in tables.glob("*.py") if not path.stem.startswith("_")]
+    assert [name for name in names if not stale.patterns_of(name)] == []
+    source = tables.parents[1] / "src" / "saccade"
+    for patterns in stale.MEASURED.values():
+        for pattern in patterns:
+            assert list(source.glob(pattern)), pattern
