@@ -30,9 +30,13 @@ def test_the_host_decides_small_calls_alone_where_it_counts(length, dim, needs_g
     assert f"below {fewest:,}" in SHORT.rule(few).said
 
 
-def test_forward_alone_of_few_long_problems_stays_with_torch():
-    problem = described(768, 128, 64, False, host_counts=False)
-    assert "0.76 to 0.99" in SHORT.rule(problem).said
+def test_captured_forward_alone_of_few_long_problems_stays_with_torch():
+    """Captured, a kernel's time alone counts; in an eager call it is hidden."""
+    eager = described(768, 128, 64, False, host_counts=False)
+    problem = replace(eager, python_counts=False)
+    assert "0.76 to 0.99" in SHORT.rule(replace(problem, is_causal=True)).said
+    assert not SHORT.prefers(problem)
+    assert SHORT.prefers(eager)
     assert SHORT.prefers(replace(problem, needs_grad=True))
 
 

@@ -193,7 +193,7 @@ def _notes(pattern: str, leaves: list[Tensor], blocks: Tensor, direction: str, t
 def _taken(pattern: str, leaves: list[Tensor], blocks: Tensor | None, needs_grad: bool) -> str:
     """The backend that `auto` takes. Asked after the calls ran, so that one whose kernel did not compile is not named."""
     problem = describe_nm_sparse(*leaves, None, 0.0, False, None, False, pattern, blocks, None, False, needs_grad)
-    return choose(BACKENDS, problem).name
+    return choose(BACKENDS, problem).backend.name
 
 
 def _write(

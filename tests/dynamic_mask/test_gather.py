@@ -297,7 +297,7 @@ def test_explain_says_which_kernels_run(monkeypatch):
         known = {"batch": 1, "heads": 8, "kv_heads": 2, "q_len": 64, "kv_len": 64, "head_dim": 128, "value_dim": 128, "keep": 9}
         known |= {"dtype": torch.bfloat16, "device_type": "cuda", "arch": 90, "scale": 0.1, "is_causal": True, "lengths": False}
         known |= {"documents": False, "add_scores": True, "needs_grad": False, "last_strides": (1, 1, 1), **change}
-        return GATHER.describe_config(DynamicMaskProblem(**known))
+        return GATHER.form(DynamicMaskProblem(**known))
 
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ())
     assert config() == "CUDA C++ for sm_90a"

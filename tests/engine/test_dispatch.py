@@ -30,16 +30,16 @@ CANNOT, RATHER_NOT = backend("cannot", ("needs this", "needs that")), backend("r
 
 
 def test_auto_takes_the_first_that_can_and_prefers():
-    assert choose((CANNOT, RATHER_NOT, A, B), PROBLEM) is A
-    assert choose((B, A), PROBLEM) is B
+    assert choose((CANNOT, RATHER_NOT, A, B), PROBLEM).backend is A
+    assert choose((B, A), PROBLEM).backend is B
 
 
 def test_auto_takes_the_first_that_can_when_none_prefers():
-    assert choose((CANNOT, RATHER_NOT, replace(RATHER_NOT, name="other")), PROBLEM) is RATHER_NOT
+    assert choose((CANNOT, RATHER_NOT, replace(RATHER_NOT, name="other")), PROBLEM).backend is RATHER_NOT
 
 
 def test_a_name_is_an_order():
-    assert choose((A, RATHER_NOT), PROBLEM, "rather") is RATHER_NOT
+    assert choose((A, RATHER_NOT), PROBLEM, "rather").backend is RATHER_NOT
     with pytest.raises(UnsupportedProblem) as caught:
         choose((A, CANNOT), PROBLEM, "cannot")
     assert str(caught.value).splitlines() == [
@@ -76,7 +76,7 @@ def test_explain_has_a_line_for_each():
 
 
 def test_explain_shows_the_configuration():
-    chosen = replace(A, describe_config=lambda problem: "fwd=Config(4)")
+    chosen = replace(A, form=lambda problem: "fwd=Config(4)")
     assert "  -> a: summary of a, fwd=Config(4)" in explain((chosen,), PROBLEM)
 
 
@@ -98,7 +98,7 @@ def test_explain_chooses_as_attention_does(monkeypatch):
     monkeypatch.setattr("saccade.engine.prepare.choose", lambda *a: chosen.append(dispatch.choose(*a)) or chosen[-1])
     x = torch.zeros(1, 1, 4, 12)
     saccade.attention(x, x, x)
-    assert f"-> {chosen[0].name}: " in saccade.explain(x, x, x)
+    assert f"-> {chosen[0].backend.name}: " in saccade.explain(x, x, x)
 
 
 def test_falling_to_the_reference_is_said_once(caplog):
@@ -106,7 +106,7 @@ def test_falling_to_the_reference_is_said_once(caplog):
     reference = find("attention", "reference")
     with caplog.at_level(logging.WARNING, "saccade"):
         for _ in range(3):
-            assert choose((CANNOT, reference), PROBLEM) is reference
+            assert choose((CANNOT, reference), PROBLEM).backend is reference
     assert [r.getMessage() for r in caplog.records] == [
         f"only the reference backend can run {PROBLEM}: correct, but slow and O(Tq * Tk) in memory"
     ]
@@ -126,7 +126,7 @@ def test_falling_to_the_reference_is_not_said_in_a_compiled_graph():
 def test_auto_without_a_gpu_is_torch_unless_the_lse_is_wanted():
     if torch.cuda.is_available():
         pytest.skip("about machines without a GPU")
-    assert choose(ATTENTION, PROBLEM).name == "sdpa"
+    assert choose(ATTENTION, PROBLEM).backend.name == "sdpa"
 
 
 def test_the_table_ends_with_the_reference_and_names_are_unique():

@@ -140,7 +140,8 @@ def test_a_problem_is_a_key():
 
 @pytest.mark.parametrize("shape", [(2, 1, 5, 5), (5, 5), (2, 3, 5, 5)], ids=str)
 def test_a_mask_expanded_over_the_queries_is_a_mask_of_keys(shape):
-    """Described as what it is, so that `auto` chooses as for `[B, 1, 1, Tk]`; a mask that is not expanded, and a bias, stay as they are."""
+    """Described as what it is, so that `auto` chooses as for `[B, 1, 1, Tk]`; a mask that is not expanded stays as it is.
+    A bias is described in the same way, and handed on as it is."""
     row = torch.rand(*shape[:-2], 1, 5) > 0.4
     row[..., 0] = True
     x = torch.randn(2, 3, 5, 8)
@@ -156,7 +157,7 @@ def test_a_mask_expanded_over_the_queries_is_a_mask_of_keys(shape):
         assert attend(nothing, x, x, row.expand(shape)[..., :0, :], return_lse=True)[0].shape == nothing.shape
     bias = torch.randn(*shape[:-2], 1, 5).expand(shape)
     problem = describe_attention(x, x, x, bias, 0.0, False, None, False, None, False, False, False)
-    assert problem.mask_shape == shape
+    assert problem.mask_shape == (*shape[:-2], 1, 5)
     assert split_mask(problem, bias)[1] is bias
 
 

@@ -15,11 +15,13 @@ from contracts.opt_outs import opted_out
 
 import saccade
 from saccade.errors import CompileError
+from saccade.exact.problem import describe_attention
 from saccade.exact.ragged import call as ragged_call
-from saccade.exact.ragged import config, launchers, launches, sm90
+from saccade.exact.ragged import choice, config, launchers, launches, sm90
 from saccade.exact.ragged import plan as ragged_plan
 from saccade.exact.ragged.backend import RAGGED
 from saccade.exact.ragged.config import TILES
+from saccade.exact.ragged.dense import DENSE
 from saccade.exact.testing.check import check_attention
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.exact.varlen.problem import describe_varlen
@@ -228,7 +230,11 @@ def test_kernels_that_were_set_aside_are_not_described(monkeypatch):
     dropped = ragged_call.Call(grouped.args._replace(seed=torch.zeros(1, dtype=torch.int64), dropout_p=0.1))
     assert not launchers.forward_by_cuda(dropped, query)  # not timed together
     with pytest.warns(RuntimeWarning, match="does not compile in this test"):
-        aside.set_aside(sm90.named("forward", call.args), "another", CompileError("it does not compile in this test", (), ""))
+        aside.set_aside(
+            choice.named("forward", choice.kind_of(call.args)),
+            "another",
+            CompileError("it does not compile in this test", (), ""),
+        )
     assert not launchers.forward_by_cuda(call, query)
     assert launchers.forward_by_cuda(grouped, query)  # another kernel
     assert launchers.backward_by_cuda(call, query, query, (query, query, query))
@@ -280,7 +286,9 @@ def test_the_bucket_of_128_goes_to_the_kernels_of_sm90(longest, taken, compiles,
     call = ragged_call.Call(VarlenArgs(query, query, query, ends, ends, None, None, longest, longest, 0.0, 0, 0.1))
     if not compiles:
         with pytest.warns(RuntimeWarning, match="does not compile at all"):
-            aside.set_aside(sm90.named("backward", call.args), "another", CompileError("it does not compile at all", (), ""))
+            aside.set_aside(
+                choice.named("backward", choice.kind_of(call.args)), "another", CompileError("it does not compile at all", (), "")
+            )
     found = call.buckets()
     assert [(b.tile, b.longest) for b in found] == buckets
     assert call.within(found[0]).args.max_q == longest
@@ -301,25 +309,58 @@ def test_the_bucket_of_128_goes_to_the_kernels_of_sm90(longest, taken, compiles,
         ({}, "fwd beyond: CUDA C[+][+] Sm90Config", "bwd beyond: CUDA C[+][+] Sm90Config"),
         ({"head_dim": 32, "value_dim": 32}, "fwd beyond: fwd LongConfig", "bwd beyond: CUDA C[+][+] Sm90Config"),
         ({"head_dim": 32, "value_dim": 32, "max_q": 512}, "fwd beyond: CUDA C[+][+]", "bwd beyond: CUDA C[+][+]"),
+        ({"max_q": 3000}, "fwd beyond: fwd LongConfig", "bwd beyond: keys LongConfig"),
         ({"arch": 80}, "fwd beyond: fwd LongConfig", "bwd beyond: keys LongConfig.*and queries LongConfig"),
         ({"dropout_p": 0.1}, "fwd beyond: CUDA C[+][+] Sm90Config", "bwd beyond: CUDA C[+][+] Sm90Config"),
         ({"dropout_p": 0.1, "kv_heads": 2}, "fwd beyond: fwd LongConfig", "bwd beyond: keys LongConfig"),
     ],
     ids=str,
 )
-def test_explain_tells_what_computes_sequences_beyond_the_tiles(changes, forward, backward):
+def test_explain_tells_what_computes_sequences_beyond_the_tiles(changes, forward, backward, monkeypatch):
+    monkeypatch.setattr(choice, "obstacles", lambda architecture: ())
     tokens, ends = torch.empty(500, 4, 64, dtype=torch.bfloat16, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
     problem = describe_varlen(tokens, tokens, tokens, ends, ends, 300, 300, 0.0, 0, None, False, None, False, True, False)
-    told = RAGGED.describe_config(replace(problem, **{"device_type": "cuda", "arch": 90} | changes))
+    told = RAGGED.form(replace(problem, **{"device_type": "cuda", "arch": 90} | changes))
     assert re.search(forward, told)
     assert re.search(backward, told)
 
 
 @pytest.mark.parametrize(("heads", "longest", "told"), [(8, 300, "CUDA C"), (4, 300, "CUDA C"), (64, 600, "LongConfig")])
-def test_explain_tells_what_computes_grouped_heads(heads, longest, told):
+def test_explain_tells_what_computes_grouped_heads(heads, longest, told, monkeypatch):
+    monkeypatch.setattr(choice, "obstacles", lambda architecture: ())
     tokens, ends = torch.empty(500, 4, 64, dtype=torch.bfloat16, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
     problem = describe_varlen(
         tokens, tokens, tokens, ends, ends, longest, longest, 0.0, 0, None, False, None, False, True, False
     )  # fmt: skip
-    found = RAGGED.describe_config(replace(problem, device_type="cuda", arch=90, heads=heads))
+    found = RAGGED.form(replace(problem, device_type="cuda", arch=90, heads=heads))
     assert re.search(f"fwd beyond: .*{told}.*bwd beyond: .*{told}", found)
+
+
+def test_explain_tells_kernels_that_run_here(monkeypatch):
+    """Not those that were set aside, nor those that no compiler makes; of dense rows with lengths too."""
+    monkeypatch.setattr(aside, "_aside", {})
+    monkeypatch.setattr(choice, "obstacles", lambda architecture: ())
+    x, lengths = torch.empty(2, 4, 300, 64, dtype=torch.bfloat16, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
+    problem = describe_attention(x, x, x, None, 0.0, False, None, False, lengths, False, False, True)
+    problem = replace(problem, device_type="cuda", arch=90)
+    assert DENSE.form(problem).count("CUDA C++") == 2
+    name = choice.named("backward", choice.kind_of_dense(problem))
+    with pytest.warns(RuntimeWarning, match="does not compile today"):
+        aside.set_aside(name, "another", CompileError("it does not compile today", (), ""))
+    assert re.fullmatch("forward: CUDA C[+][+] .*, backward: keys LongConfig.* and queries LongConfig.*", DENSE.form(problem))
+    monkeypatch.setattr(choice, "obstacles", lambda architecture: ("no compiler",))
+    assert "CUDA C++" not in DENSE.form(problem)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_launcher_asks_what_explain_describes(dense, causal):
+    x = torch.empty((3, 4, 300, 64) if dense else (300, 4, 64), dtype=torch.bfloat16)
+    ends, seed = torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    args = VarlenArgs(x, x, x, ends, ends, None, seed, 300, 300, 0.1, int(causal), 0.125)
+    if dense:
+        described = choice.kind_of_dense(describe_attention(x, x, x, None, 0.1, causal, None, False, None, False, False, True))
+    else:
+        problem = describe_varlen(x, x, x, ends, ends, 300, 300, 0.1, int(causal), None, False, None, False, True, False)
+        described = choice.kind_of_packed(problem)
+    assert described == choice.kind_of(args)

@@ -107,7 +107,7 @@ def test_what_torch_cannot_run_on_a_gpu_is_not_given_to_it(call, sentence):
     problem = _on_a_gpu(**call)
     (reason,) = SDPA.why_not(problem)
     assert sentence in reason
-    assert choose(BACKENDS, problem).name in ("long", "short", "ragged")
+    assert choose(BACKENDS, problem).backend.name in ("long", "short", "ragged")
     with pytest.raises(saccade.UnsupportedProblem, match="65,535"):
         choose(BACKENDS, problem, "sdpa")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,13 +17,15 @@ from contracts.exact import DEVICE, HAS_GPU, AttentionContract
 from contracts.opt_outs import opted_out
 
 import saccade
+from saccade.engine.calls import split_mask
 from saccade.engine.layout import unpack
 from saccade.exact.args import AttentionArgs
 from saccade.exact.problem import describe_attention
+from saccade.exact.problem import problem_of as problem_of_args
 from saccade.exact.short import choice
 from saccade.exact.short.backend import SHORT
 from saccade.exact.short.bias_gradient import BiasSharing
-from saccade.exact.short.config import LARGE_PROBLEMS, OWN_BIAS, Config, heuristic, is_plain, pick, tile_size
+from saccade.exact.short.config import LARGE, OWN_BIAS, Config, heuristic, pick, tile_size
 from saccade.exact.short.launch import Launch, row_strides
 from saccade.exact.short.launchers import backward, forward
 from saccade.exact.testing.check import check_attention, compare
@@ -330,20 +333,57 @@ def test_pick_takes_a_table_only_where_it_was_measured(monkeypatch):
     ("bias", "own"),
     [((6, 4, 49, 49), True), ((1, 4, 49, 49), False), ((6, 4, 1, 49), False), ((3, 4, 49, 49), False), ((4, 49, 49), False)],
 )
-def test_a_bias_of_its_own_for_each_batch_row(monkeypatch, bias, own):
+def test_a_bias_of_its_own_for_each_batch_row(bias, own):
     """It takes fewer queries at a time; one for each of three windows does not."""
-    monkeypatch.setattr(choice, "arch_of", lambda device: 90)
-    monkeypatch.setattr(choice, "multiprocessors", lambda device: 132)
     query = torch.randn(6, 4, 49, 32, dtype=torch.float16)
     args = AttentionArgs(query, query, query, None, torch.randn(bias, dtype=torch.float16), None, None, 0.0, False, 0.2)
-    assert (choice.choose("fwd", args) == OWN_BIAS["fwd", 64, 32]) is own
+    assert (choice.choose("fwd", replace(problem_of_args(args), arch=90)) == OWN_BIAS["fwd", 64, 32]) is own
 
 
 def test_only_many_plain_problems_are_plain():
-    assert is_plain(LARGE_PROBLEMS, False, False)
-    assert not is_plain(LARGE_PROBLEMS - 1, False, False)
-    assert not is_plain(LARGE_PROBLEMS, True, False)
-    assert not is_plain(LARGE_PROBLEMS, False, True)
+    query = torch.empty(choice.LARGE_PROBLEMS, 1, 64, 64, dtype=torch.bfloat16, device="meta")
+    many = replace(problem_of(query), arch=90)
+    assert choice.choose("fwd", many) is LARGE["fwd", 64, 64]
+    for changes in ({"batch_shape": (choice.LARGE_PROBLEMS - 1,)}, {"kv_heads": 2}, {"is_causal": True}, {"dropout_p": 0.1}):
+        assert choice.choose("fwd", replace(many, **changes)) is not LARGE["fwd", 64, 64]
+
+
+# shapes of masks and biases for queries [6, 4, 49, 32], and how they are expanded
+SHAPES = [
+    ((49,), None), ((1, 49), (49, 49)), ((49, 49), None), ((4, 1, 49), None), ((6, 1, 1, 49), None), ((6, 1, 1, 49), (6, 1, 49, 49)),
+    ((1, 4, 49, 49), None), ((1, 4, 49, 49), (6, 4, 49, 49)), ((6, 4, 49, 49), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("tokens", [1, 49])
+def test_the_launcher_plans_what_explain_describes(tokens, arch):
+    """Both read one description: of the arguments of a kernel, and of the call itself."""
+    seen = set()
+    for (shape, expanded), dtype, return_lse in itertools.product(SHAPES, (torch.bool, torch.float16, None), (False, True)):
+        query, key = torch.zeros(6, 4, tokens, 32, dtype=torch.float16), torch.zeros(6, 4, 49, 32, dtype=torch.float16)
+        added = None
+        if dtype is not None:
+            cut = (*shape[:-2], min(shape[-2], tokens), shape[-1]) if len(shape) > 1 else shape
+            added = torch.zeros(cut, dtype=dtype)
+            added = added if expanded is None else added.expand(*expanded[:-2], tokens, 49)
+        described = describe_attention(query, key, key, added, 0.1, False, None, False, None, return_lse, False, True)
+        mask, bias = split_mask(described, added)
+        args = AttentionArgs(query, key, key, mask, bias, None, torch.zeros(1, dtype=torch.int64), 0.1, False, described.scale)
+        launched = replace(problem_of_args(args, return_lse=return_lse), arch=arch)
+        found = choice.forms(replace(described, arch=arch))
+        assert found.fwd == choice.choose("fwd", launched)
+        assert found.bwd == choice.choose("bwd", launched)
+        seen.add(found)
+    assert len(seen) > 1 or (arch, tokens) != (90, 49)
+
+
+def test_a_gpu_that_is_not_here_has_as_many_multiprocessors_as_such_gpus_have():
+    query = torch.empty(1024, 8, 49, 32, dtype=torch.float16, device="meta")
+    bias = torch.empty(1, 8, 49, 49, dtype=torch.float16, device="meta")
+    problem = describe_attention(query, query, query, bias, 0.0, False, None, False, None, False, False, False)
+    away = replace(problem, device_type="cuda", device_index=99, arch=90)
+    assert choice.shared_bias_programs(away, 4) == 4 * 132
 
 
 def test_pick_prints_when_asked(monkeypatch, capsys):
@@ -501,8 +541,8 @@ def test_refusal_lists_every_reason():
 
 def test_describes_the_configuration_that_runs():
     problem = problem_of(torch.zeros(1, 1, 64, 64, device=DEVICE))
-    assert "fwd=Config(" in SHORT.describe_config(problem)
-    assert "bwd=Config(" in SHORT.describe_config(replace(problem, needs_grad=True))
+    assert "fwd=Config(" in str(SHORT.form(problem))
+    assert "bwd=Config(" in str(SHORT.form(replace(problem, needs_grad=True)))
     if not HAS_GPU:
         assert not SHORT.prefers(problem)
 

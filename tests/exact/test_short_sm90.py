@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from saccade.exact.args import AttentionArgs
-from saccade.exact.problem import describe_attention
-from saccade.exact.short import choice, config, sm90
+from saccade.exact.problem import describe_attention, problem_of
+from saccade.exact.short import choice, sm90
 from saccade.exact.short.backend import SHORT
-from saccade.exact.short.config import SM90, SM90_ELEMENTS, Config, pick
+from saccade.exact.short.choice import SM90_ELEMENTS
+from saccade.exact.short.config import SM90, Config, pick
 from saccade.exact.short.launch import BACKWARD_TENSORS, FORWARD_TENSORS
 from saccade.exact.short.launchers import backward, forward
 from saccade.exact.testing.check import compare
@@ -106,24 +107,23 @@ def large_args(**changes) -> AttentionArgs:
         ({"dtype": torch.float32}, False),
         ({"mask": torch.empty(1, 1, 1, 128, dtype=torch.bool, device="meta")}, False),
         ({"lengths": torch.empty(2048, dtype=torch.int32, device="meta")}, False),
-        ({"seed": torch.empty(1, dtype=torch.int64, device="meta")}, False),
+        ({"seed": torch.empty(1, dtype=torch.int64, device="meta"), "dropout_p": 0.1}, False),
         ({"key": torch.empty(2048, 1, 128, 64, dtype=torch.bfloat16, device="meta")}, False),
         ({"key": torch.empty(2048, 2, 33, 64, dtype=torch.bfloat16, device="meta")}, False),
     ],
     ids=str,
 )
 def test_which_calls_take_them(monkeypatch, changes, expected):
-    monkeypatch.setattr(choice, "arch_of", lambda device: 90)
-    monkeypatch.setattr(config, "obstacles", lambda architecture: ())
+    monkeypatch.setattr(choice, "obstacles", lambda architecture: ())
     args = large_args(**changes)
     if args.key.shape != args.query.shape:
         args = args._replace(value=args.key)
-    assert bool(choice.choose("bwd", args).sm90) == expected
-    monkeypatch.setattr(config, "obstacles", lambda architecture: ("no compiler",))
-    assert not choice.choose("bwd", args).sm90
-    monkeypatch.setattr(config, "obstacles", lambda architecture: ())
-    monkeypatch.setattr(choice, "arch_of", lambda device: 100)
-    assert not choice.choose("bwd", args).sm90
+    problem = replace(problem_of(args), arch=90)
+    assert bool(choice.choose("bwd", problem).sm90) == expected
+    assert not choice.choose("bwd", problem, addressed=False).sm90
+    assert not choice.choose("bwd", replace(problem, arch=100)).sm90
+    monkeypatch.setattr(choice, "obstacles", lambda architecture: ("no compiler",))
+    assert not choice.choose("bwd", problem).sm90
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,11 @@ def test_which_calls_take_them(monkeypatch, changes, expected):
 )
 def test_a_row_for_all_queries_is_not_split_into_query_blocks(shape, boolean, warps, monkeypatch):
     """128 x 32 in blocks of queries takes six times the instructions beside such a row."""
-    monkeypatch.setattr(choice, "arch_of", lambda device: 90)
-    monkeypatch.setattr(choice, "multiprocessors", lambda device: 132)
     query = torch.empty(8, 4, 128, 32, dtype=torch.bfloat16)
     added = torch.empty(shape, dtype=torch.bool if boolean else torch.bfloat16)
     args = AttentionArgs(query, query, query, added if boolean else None, None if boolean else added, None, None, 0.0, False, 1.0)
-    assert {choice.choose(direction, args).warps for direction in ("fwd", "bwd")} == {warps}
-    problem = describe_attention(query, query, query, added, 0.0, False, None, False, None, False, False, False)
-    assert f"fwd={choice.choose('fwd', args)}" == SHORT.describe_config(replace(problem, device_type="cuda", arch=90))
+    given = replace(problem_of(args), arch=90)
+    assert {choice.choose(direction, given).warps for direction in ("fwd", "bwd")} == {warps}
 
 
 def test_without_them_the_ordinary_tables_speak():
@@ -157,10 +154,10 @@ def test_without_them_the_ordinary_tables_speak():
 
 @pytest.mark.parametrize(("batch", "told"), [(2048, True), (16, False)])
 def test_explain_tells_what_would_run(monkeypatch, batch, told):
-    monkeypatch.setattr(config, "obstacles", lambda architecture: ())
+    monkeypatch.setattr(choice, "obstacles", lambda architecture: ())
     query = torch.empty(batch, 2, 128, 64, dtype=torch.bfloat16, device="meta")
     problem = describe_attention(query, query, query, None, 0.0, False, None, False, None, False, False, True)
-    text = SHORT.describe_config(replace(problem, device_type="cuda", arch=90))
+    text = str(SHORT.form(replace(problem, device_type="cuda", arch=90)))
     assert text.count("sm90='backward'") + text.count("sm90='forward'") == (2 if told else 0)
 
 
@@ -196,7 +193,7 @@ def test_biases_of_windows_that_auto_takes(images, tokens, dim, host_counts, pre
     assert SHORT.why_not(problem) == []
     assert SHORT.prefers(problem) == preferred
     if host_counts and preferred:
-        assert "programs_per_sm=4" in SHORT.describe_config(problem)
+        assert "programs_per_sm=4" in str(SHORT.form(problem))
 
 
 def planned(key, dtype=torch.bfloat16, **form) -> sm90.Sm90Launch:
@@ -250,11 +247,16 @@ def test_a_launch_gives_what_its_kernel_takes(key):
         assert numbers["dout_batch"] == numbers["query_batch"] == numbers["key_row"]
 
 
+def large_problem(q_len, kv_len, dim, is_causal=False):
+    query, key = (torch.empty(2**10, 2**10, n, dim, dtype=torch.bfloat16, device="meta") for n in (q_len, kv_len))
+    return replace(problem_of(AttentionArgs(query, key, key, None, None, None, None, 0.0, is_causal, 0.125)), arch=90)
+
+
 def test_one_causal_query_is_left_to_triton():
     # it sees one key, whatever their number
-    assert config.takes_sm90(90, 2**20, 1, 64, 64, 2, False, False, False) == (not obstacles("90a"))
-    assert not config.takes_sm90(90, 2**20, 1, 64, 64, 2, False, False, True)
+    assert choice.takes_sm90(large_problem(1, 64, 64)) == (not obstacles("90a"))
+    assert not choice.takes_sm90(large_problem(1, 64, 64, is_causal=True))
 
 
 def test_rows_of_results_are_whole_chunks():
-    assert not config.takes_sm90(90, 2**20, 128, 128, 60, 2, False, False, False)
+    assert not choice.takes_sm90(large_problem(128, 128, 60))

@@ -534,9 +534,9 @@ def test_auto_never_takes_an_emulation_and_explain_says_why(monkeypatch, arch, r
     loaded = []
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: loaded.append(architecture) or ())
     with_lse = "long" if arch == 90 else "ragged"
-    assert choose(BACKENDS, asked).name == (with_lse if return_lse else "sdpa")
+    assert choose(BACKENDS, asked).backend.name == (with_lse if return_lse else "sdpa")
     assert set(loaded) <= {"90a"}  # and no compiler is searched, but for the kernels of long rows
-    assert choose(BACKENDS, asked, "volta") is VOLTA
+    assert choose(BACKENDS, asked, "volta").backend is VOLTA
     assert f"volta: could, by name only: sm_{arch} has no such matrix instruction: emulated" in explain(BACKENDS, asked)
     assert "volta_fp16: could, by name only: its sums are float16" in explain(BACKENDS, asked)
 
@@ -544,17 +544,17 @@ def test_auto_never_takes_an_emulation_and_explain_says_why(monkeypatch, arch, r
 @pytest.mark.parametrize("arch", [70, 75])
 def test_auto_takes_it_where_the_instruction_is_native(monkeypatch, arch):
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ())
-    assert choose(BACKENDS, problem(arch=arch)) is VOLTA
-    assert choose(BACKENDS, problem(arch=arch, dtype=torch.float32, return_lse=False)).name == "sdpa"
-    assert choose(BACKENDS, problem(arch=arch, q_len=17, return_lse=False)).name == "sdpa"
+    assert choose(BACKENDS, problem(arch=arch)).backend is VOLTA
+    assert choose(BACKENDS, problem(arch=arch, dtype=torch.float32, return_lse=False)).backend.name == "sdpa"
+    assert choose(BACKENDS, problem(arch=arch, q_len=17, return_lse=False)).backend.name == "sdpa"
     # torch gives no lse, and although the kernel is slow at such lengths, it is faster than the reference
-    assert choose(BACKENDS, problem(arch=arch, q_len=17, return_lse=True)) is VOLTA
+    assert choose(BACKENDS, problem(arch=arch, q_len=17, return_lse=True)).backend is VOLTA
     assert "volta_fp16: could, by name only: its sums are float16" in explain(BACKENDS, problem(arch=arch))
 
 
 def test_auto_leaves_volta_to_torch_without_its_compiler(monkeypatch):
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ("no NVRTC",))
-    assert choose(BACKENDS, problem(return_lse=False)).name == "sdpa"
+    assert choose(BACKENDS, problem(return_lse=False)).backend.name == "sdpa"
 
 
 def test_by_name_on_a_cpu_it_raises():

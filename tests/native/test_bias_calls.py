@@ -7,6 +7,7 @@ import torch
 from recorded_triton import Compiled, recording
 
 from saccade import native
+from saccade.engine.dispatch import Plan
 from saccade.engine.prepare import Prepared
 from saccade.exact import again
 from saccade.exact.args import AttentionArgs
@@ -55,7 +56,7 @@ def test_a_bias(seen, shape, lengths, bias_grad, outside):
     bias = torch.randn(shape, dtype=torch.float16, requires_grad=bias_grad)
     real = torch.randint(1, LENGTH + 1, (BATCH,), dtype=torch.int32) if lengths else None
     problem = describe_attention(*leaves, bias, 0.0, False, None, False, real, False, False, True)
-    prepared, given = Prepared(problem, SHORT, SHORT.name), [x.detach() for x in (*leaves, bias)]
+    prepared, given = Prepared(Plan(problem, SHORT, named=True)), [x.detach() for x in (*leaves, bias)]
     args = AttentionArgs(*given[:3], None, given[3], real, None, 0.0, False, DIM**-0.5, launches=prepared.launches)
     known = dict(zip(("query", "key", "value", "bias"), given, strict=True)) | ({"lengths": real} if lengths else {})
     out, lse = OPS.launchers("short").forward(args)
@@ -98,7 +99,7 @@ def test_a_bias_for_each_window(seen, shape, layout):
     bias = torch.randn(shape, dtype=torch.float16, requires_grad=True)
     problem = describe_attention(*leaves, bias, 0.0, False, None, False, None, False, False, True)
     assert (problem.windows, problem.host_counts) == (4, False)
-    prepared = Prepared(problem, SHORT, SHORT.name)
+    prepared = Prepared(Plan(problem, SHORT, named=True))
     folded = [in_one_batch(x.detach()) for x in (*leaves, bias)]
     args = AttentionArgs(*folded[:3], None, folded[3], None, None, 0.0, False, DIM**-0.5, launches=prepared.launches)
     known = dict(zip(("query", "key", "value", "bias"), (*leaves, bias), strict=True))
@@ -134,7 +135,7 @@ def test_windows_that_are_copied_stay_with_python(seen):
     leaves = [torch.randn(4, BATCH, HEADS, LENGTH, DIM, dtype=torch.float16).transpose(0, 1) for _ in range(3)]
     bias = torch.randn(4, HEADS, LENGTH, LENGTH, dtype=torch.float16)
     problem = describe_attention(*leaves, bias, 0.0, False, None, False, None, False, False, False)
-    prepared = Prepared(problem, SHORT, SHORT.name)
+    prepared = Prepared(Plan(problem, SHORT, named=True))
     args = AttentionArgs(*map(in_one_batch, leaves), None, bias, None, None, 0.0, False, 0.25, launches=prepared.launches)
     out, lse = OPS.launchers("short").forward(args)
     call = (*leaves, bias, 0.0, False, 0.25, False, None, False, "short")
@@ -150,7 +151,7 @@ def test_what_stays_with_python(seen):
         (torch.randn(1, 1, 1, LENGTH).half().expand(1, 1, LENGTH, -1), False),
     ):
         problem = describe_attention(*leaves, bias, 0.0, False, None, False, None, False, False, False)
-        prepared = Prepared(problem, SHORT, SHORT.name)
+        prepared = Prepared(Plan(problem, SHORT, named=True))
         args = AttentionArgs(*leaves, None, bias, None, None, 0.0, False, 0.25, launches=prepared.launches)
         out, lse = OPS.launchers("short").forward(args)
         before = len(native.calls)

@@ -15,6 +15,7 @@ import torch
 
 from saccade import native
 from saccade.engine import prepare
+from saccade.engine.dispatch import Plan
 from saccade.engine.layout import unpack
 from saccade.engine.prepare import Prepared
 from saccade.exact import again
@@ -166,7 +167,7 @@ def check(
     call, leaves, given, real = arguments(length, lengths, packed, dropout_p, kv_heads, apart)
     split = [given[n] for n in ("query", "key", "value")]
     problem = describe_attention(*split, None, dropout_p, False, None, kv_heads != HEADS, real, False, packed, True)
-    prepared = Prepared(problem, chosen, chosen.name)
+    prepared = Prepared(Plan(problem, chosen, named=True))
     seed = torch.tensor([5]) if dropout_p else None
     args = AttentionArgs(*split, None, None, real, seed, dropout_p, False, 0.125, launches=prepared.launches)
     out, lse = run_forward(args)

@@ -607,7 +607,7 @@ def test_auto_takes_it_with_a_bias():
     assert problem.mask == "bias"
     if MMA_SP.why_not(problem):
         pytest.skip("; ".join(MMA_SP.why_not(problem)))
-    assert choose(BACKENDS, problem) is MMA_SP
+    assert choose(BACKENDS, problem).backend is MMA_SP
 
 
 def test_a_cpu_is_declined():

@@ -36,6 +36,7 @@ class Backend:
     `own_dropout`: it draws its dropout itself, so no Philox key is drawn for it and no reference can reproduce its draw.
     `is_reference`: it defines the meaning of the operation; it is slow and takes O(Tq * Tk) memory.
     `is_torch`: it computes by torch's operations alone, so it runs while saccade is disabled.
+    `form` gives the kernels and configurations that run a call, made by the function that its launchers ask; `explain` prints it.
     `describe_launches` and `describe_backward` describe the launches of a call that was made, so that C++ can make it again; None
         where it cannot.
     `limits` says up to which sizes a batch of packed tokens is one launch, as `saccade.native` checks it.
@@ -54,7 +55,7 @@ class Backend:
     own_dropout: bool = False
     is_reference: bool = False
     is_torch: bool = False
-    describe_config: Callable[[Any], str] | None = None
+    form: Callable[[Any], Any] | None = None
     by_name_only: Callable[[Any], str] = lambda problem: ""
     rule: Callable[[Any], Rule | None] = lambda problem: None
     describe_launches: Callable[..., Any] | None = None
@@ -66,8 +67,3 @@ class Backend:
     def may_run(self) -> bool:
         """Whether the process's switch lets it run."""
         return self.is_torch or self.is_reference or not is_disabled()
-
-    def asked(self, backend: str) -> str:
-        """The name that ops carry: with "auto:" in front where the call left the choice to us, so that another backend may take
-        over."""
-        return f"auto:{self.name}" if backend == "auto" else self.name

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from saccade.engine.backend import Backend
+from saccade.engine.rule import Rule
 from saccade.engine.switch import REASON
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.launch.aside import failure_of
@@ -16,8 +17,34 @@ from saccade.launch.aside import failure_of
 _logger = logging.getLogger("saccade")
 
 
-def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto") -> Backend:
-    """The named backend; or with "auto" the first that can run and prefers the problem, else the first that can run.
+class Plan(NamedTuple):
+    """What runs a call, and why: the call is prepared with it, and `explain` prints it.
+
+    named: the backend was asked for by its name.
+    """
+
+    problem: Any
+    backend: Backend
+    named: bool = False
+
+    @property
+    def op_name(self) -> str:
+        """The name that ops carry, with "auto:" in front if another backend may take over."""
+        return self.backend.name if self.named else f"auto:{self.backend.name}"
+
+    @property
+    def form(self) -> Any:
+        """The kernels and configurations that run the call; None if the backend has a single way."""
+        return self.backend.form(self.problem) if self.backend.form else None
+
+    @property
+    def rule(self) -> Rule | None:
+        """Why the backend runs the call, with the measurements that show it."""
+        return self.backend.rule(self.problem)
+
+
+def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto") -> Plan:
+    """The plan of a call: with "auto" the first backend that can run and prefers the problem, else the first that can run.
 
     Raises:
         InvalidArgument: no backend of this operation has that name.
@@ -28,14 +55,21 @@ def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto")
         reasons = why_not(named, problem)
         if reasons:
             raise UnsupportedProblem(_refusal(f"backend {backend!r} cannot run", problem, {named.name: reasons}))
-        return named
-    runnable = _runnable(candidates, problem)
-    if not runnable:
+        return Plan(problem, named, named=True)
+    chosen = _plan(candidates, problem)
+    if chosen is None:
         raise UnsupportedProblem(_refusal("no backend can run", problem, {b.name: why_not(b, problem) for b in candidates}))
-    chosen = next((b for b in runnable if b.prefers(problem)), runnable[0])
-    if chosen.is_reference and not torch.compiler.is_compiling():  # a log call would break a compiled graph
+    if chosen.backend.is_reference and not torch.compiler.is_compiling():  # a log call would break a compiled graph
         _warn_reference(str(problem))
     return chosen
+
+
+def _plan(candidates: tuple[Backend, ...], problem: Any) -> Plan | None:
+    """The plan of `auto`; None if no backend can run."""
+    runnable = _runnable(candidates, problem)
+    if not runnable:
+        return None
+    return Plan(problem, next((b for b in runnable if b.prefers(problem)), runnable[0]))
 
 
 def why_not(backend: Backend, problem: Any) -> list[str]:
@@ -57,15 +91,20 @@ class Verdict(NamedTuple):
 
 def verdicts(candidates: tuple[Backend, ...], problem: Any) -> list[Verdict]:
     """A verdict on each backend, in the order in which `auto` tries them; none is chosen where no backend can run."""
-    runnable = _runnable(candidates, problem)
-    chosen = next((b for b in runnable if b.prefers(problem)), runnable[0] if runnable else None)
-    return [_verdict(b, problem, b is chosen) for b in candidates]
+    plan = _plan(candidates, problem)
+    return [_chosen(plan) if plan is not None and b is plan.backend else _verdict(b, problem) for b in candidates]
 
 
-def _verdict(b: Backend, problem: Any, chosen: bool) -> Verdict:
-    if chosen:
-        config = [b.describe_config(problem)] if b.describe_config else []
-        return Verdict(b.name, "chosen", [b.summary, *config, *_rule_of_the_chosen(b, problem)])
+def _chosen(plan: Plan) -> Verdict:
+    said = [plan.backend.summary]
+    if plan.form is not None:
+        said.append(str(plan.form))
+    if plan.rule is not None:
+        said.append(f"the first that can, as none is preferred: {plan.rule}" if plan.rule.against else str(plan.rule))
+    return Verdict(plan.backend.name, "chosen", said)
+
+
+def _verdict(b: Backend, problem: Any) -> Verdict:
     if reasons := why_not(b, problem):
         return Verdict(b.name, "cannot", reasons)
     if failed := _failed(b, problem):
@@ -77,13 +116,6 @@ def _verdict(b: Backend, problem: Any, chosen: bool) -> Verdict:
         measured = [str(rule)] if rule and rule.source else []
         return Verdict(b.name, "not preferred", ["an earlier backend is preferred", *measured])
     return Verdict(b.name, "not preferred", [str(b.rule(problem) or "not preferred for such a problem")])
-
-
-def _rule_of_the_chosen(b: Backend, problem: Any) -> list[str]:
-    rule = b.rule(problem)
-    if rule is None:
-        return []
-    return [f"the first that can, as none is preferred: {rule}" if rule.against else str(rule)]
 
 
 _LINES = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from saccade import native
 from saccade.engine.arguments import untraced
 from saccade.engine.backend import Backend
-from saccade.engine.dispatch import choose
+from saccade.engine.dispatch import Plan, choose
 from saccade.engine.record import annotated
 from saccade.launch.cache import LaunchCache
 
@@ -25,7 +25,7 @@ _MAX_PREPARED = 4096
 
 
 class Prepared:
-    """A described call and the backend that runs it.
+    """A described call and the backend that runs it, as its plan says.
 
     asked: the backend as ops name it, with "auto:" before its name where another may take its place.
     offered: whether C++ was told of the call (`saccade.native`).
@@ -35,8 +35,9 @@ class Prepared:
 
     __slots__ = ("asked", "backend", "launches", "offered", "problem")
 
-    def __init__(self, problem: Any, backend: Backend, asked: str):
-        self.problem, self.backend, self.asked = problem, backend, asked
+    def __init__(self, plan: Plan):
+        # read at every call that Python makes, hence fields of their own
+        self.problem, self.backend, self.asked = plan.problem, plan.backend, plan.op_name
         self.launches, self.offered = LaunchCache(), False
 
 
@@ -98,9 +99,7 @@ def prepare(
         InvalidArgument, UnsupportedProblem: as `describe` and `dispatch.choose`.
     """
     with untraced():
-        problem = describe(*arguments)
-        chosen = choose(backends, problem, backend)
-        prepared = Prepared(problem, chosen, chosen.asked(backend))
+        prepared = Prepared(choose(backends, describe(*arguments), backend))
     if signature is not None:
         # only a stream of ever new shapes fills the memory
         if len(_PREPARED) >= _MAX_PREPARED:

@@ -80,9 +80,22 @@ class Problem:
         return len(shape) < 2 or shape[-2] == 1
 
     @property
+    def mask_rows(self) -> int:
+        """Rows of the mask or bias along the batch; 1 if the batch shares it."""
+        return ((1,) * 4 + (self.mask_shape or ()))[-4]
+
+    @property
     def device(self) -> torch.device:
         """The device of all tensors of the call."""
         return torch.device(self.device_type) if self.device_index is None else torch.device(self.device_type, self.device_index)
+
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether the device is here, not one that somebody asks about."""
+        if self.device_type != "cuda":
+            return True
+        here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return (self.device_index or 0) < here and arch_of(self.device) == self.arch
 
     def __str__(self) -> str:
         parts = [f"B={self.batch}", f"H={self.heads}"]
@@ -158,7 +171,7 @@ def describe(
         is_causal=is_causal,
         dropout_p=dropout_p,
         mask=mask,
-        mask_shape=None if attn_mask is None else _shape_of_mask(attn_mask),
+        mask_shape=None if attn_mask is None else shape_of_mask(attn_mask),
         bias_grad=mask == "bias" and attn_mask is not None and attn_mask.requires_grad and needs_grad,
         lengths=lengths is not None,
         needs_grad=needs_grad,
@@ -181,12 +194,14 @@ def repeated_by_cpp(problem: Problem, attn_mask: Tensor | None) -> Problem:
     return replace(problem, host_counts=False)
 
 
-def _shape_of_mask(mask: Tensor) -> tuple[int, ...]:
-    """The shape, with 1 query where a boolean mask was expanded over the queries: kernels take it for the mask of keys that it is."""
-    shape = tuple(mask.shape)
-    if mask.dtype != torch.bool or mask.dim() < 2 or mask.stride(-2) != 0 or shape[-2] == 0:
-        return shape
-    return (*shape[:-2], 1, shape[-1])
+def shape_of_mask(mask: Tensor) -> tuple[int, ...]:
+    """The shape, with 1 query if a mask was expanded over the queries, and 1 batch row if a bias was expanded over the batch: kernels read
+    no more than that."""
+    shape, axes = list(mask.shape), (-2,) if mask.dtype == torch.bool else (-2, -4)
+    for axis in axes:
+        if mask.dim() >= -axis and mask.stride(axis) == 0 and shape[axis] > 0:
+            shape[axis] = 1
+    return tuple(shape)
 
 
 def made_again(problem: Problem) -> bool:

@@ -21,11 +21,20 @@ class Row(NamedTuple):
         return f"{said} {self.features}" if self.features else said
 
 
+class Line(NamedTuple):
+    """The rows of a table that describe their problem in these words."""
+
+    problem: str
+
+    def __str__(self) -> str:
+        return self.problem
+
+
 class Source(NamedTuple):
     """A committed file, and the rows of it that were read; a page has no rows."""
 
     path: str
-    rows: tuple[Row, ...] = ()
+    rows: tuple[Row | Line, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.path} at {'; '.join(map(str, self.rows))}" if self.rows else self.path

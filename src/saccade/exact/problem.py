@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from saccade.engine.kinds import check_kinds_but_sharded
-from saccade.engine.problem import Problem, describe, repeated_by_cpp, replayed
+from saccade.engine.problem import Problem, describe, repeated_by_cpp, replayed, shape_of_mask
 from saccade.engine.window import Window, check_alone, check_window, restricting
 from saccade.errors import InvalidArgument
+from saccade.exact.args import AttentionArgs, windows_of
+from saccade.hardware import arch_of
 
 
 def describe_attention(
@@ -42,18 +44,53 @@ def describe_attention(
         check_alone(window, "attn_mask", attn_mask)
         # C++ repeats no call with a window
         return replace(problem, window=restricting(window, problem.is_causal), host_counts=not replayed(query))
-    if attn_mask is None or not _has_bias_for_each_window(problem):
+    if attn_mask is None or not _has_bias_for_each_window(problem, tuple(attn_mask.shape)):
         return problem
     images, windows = problem.batch_shape
     problem = replace(problem, batch_shape=(images * windows,), rank=4, windows=windows, mask_shape=tuple(attn_mask.shape[-4:]))
     return repeated_by_cpp(problem, attn_mask)
 
 
-def _has_bias_for_each_window(problem: Problem) -> bool:
+def problem_of(args: AttentionArgs, return_lse: bool = False) -> Problem:
+    """The description of a call that kernels are given, for what is worked out once a signature."""
+    query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, *_ = args
+    added = mask if bias is None else bias
+    return Problem(
+        operation="attention",
+        batch_shape=(query.shape[0],),
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        q_len=query.shape[2],
+        kv_len=key.shape[2],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        dtype=query.dtype,
+        device_type=query.device.type,
+        device_index=query.device.index,
+        arch=arch_of(query.device),
+        rank=4,
+        last_strides=(query.stride(3), key.stride(3), value.stride(3)),
+        scale=scale,
+        is_causal=is_causal,
+        dropout_p=0.0 if seed is None else dropout_p,
+        mask=None if added is None else "bool" if bias is None else "bias",
+        mask_shape=None if added is None else shape_of_mask(added),
+        lengths=lengths is not None,
+        return_lse=return_lse,
+        windows=windows_of(bias, query.shape[0]),
+    )
+
+
+def is_row(tensor: Tensor) -> bool:
+    """Whether all queries share a row of a mask or bias."""
+    shape = shape_of_mask(tensor)
+    return len(shape) < 2 or shape[-2] == 1
+
+
+def _has_bias_for_each_window(problem: Problem, shape: tuple[int, ...]) -> bool:
     """Whether query is `[images, W, H, Tq, D]` with W > 0, and the bias `[W, ...]` or `[1, W, ...]`."""
     if problem.rank != 5 or problem.mask != "bias" or problem.batch_shape[1] == 0:
         return False
-    shape = problem.mask_shape or ()
     return shape[:-4] in ((), (1,)) and shape[-4:-3] == problem.batch_shape[1:]
 
 

@@ -63,7 +63,7 @@ def _runs_a_kernel(query: tuple[int, ...], key: tuple[int, ...], dtype: torch.dt
     grouped = query[1] != key[1]
     problem = describe_attention(queries, keys, keys, None, 0.0, False, None, grouped, None, False, False, needs_grad)
     problem = dataclasses.replace(problem, device_type="cuda", arch=arch)
-    return choose(BACKENDS, problem).name not in ("sdpa", "reference")
+    return choose(BACKENDS, problem).backend.name not in ("sdpa", "reference")
 
 
 def register() -> None:

@@ -280,7 +280,7 @@ class DynamicMaskCache:
                 raise UnsupportedProblem(
                     f"backend {backend!r} changes memory in place: no torch.compile, fake tensors, or transforms"
                 )
-            return choose(DECODING, problem, backend)
+            return choose(DECODING, problem, backend).backend
         wanted = isinstance(backend, str) and backend == "auto" and plain and candidate.prefers(problem)
         return candidate if wanted and not why_not(candidate, problem) else None
 

@@ -73,7 +73,7 @@ GATHER = Backend(
     why_not=why_not,
     prefers=_prefers_gather,
     launchers=_load_gather,
-    describe_config=_describe_gather,
+    form=_describe_gather,
 )
 
 GATHER_CPP = Backend(
@@ -83,7 +83,7 @@ GATHER_CPP = Backend(
     why_not=_why_not_cpp,
     prefers=lambda problem: True,
     launchers=_load_cpp,
-    describe_config=_describe_cpp,
+    form=_describe_cpp,
 )
 
 GATHER_TORCH = Backend(

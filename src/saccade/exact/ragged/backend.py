@@ -9,17 +9,7 @@ import torch
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.rule import Rule, square, table, taken
 from saccade.engine.window import shown_window
-from saccade.exact.ragged import config
-from saccade.exact.ragged.config import (
-    FASTER_IN_CHUNKS,
-    MAX_HEAD_DIM,
-    TILES,
-    fits,
-    forward_by_triton,
-    long_config,
-    tile_config,
-    token_config,
-)
+from saccade.exact.ragged.config import FASTER_IN_CHUNKS, MAX_HEAD_DIM, TILES, fits, tile_config, token_config
 from saccade.launch.requirements import triton_reasons
 from saccade.launch.triton import pow2
 
@@ -54,6 +44,9 @@ def _why_no_bias(problem: VarlenProblem) -> list[str]:
     return []
 
 
+_DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+
+
 def _describe(problem: VarlenProblem) -> str:
     """The shapes of a batch of more than one launch, or of the token tiles of a window."""
     if problem.window is not None:
@@ -61,17 +54,22 @@ def _describe(problem: VarlenProblem) -> str:
     block, size = _block(problem.head_dim), problem.dtype.itemsize
     longest, featured = max(problem.max_q, problem.max_k), problem.bias is not None or problem.dropout_p > 0
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
-    chunks = _by_chunks(problem)
+    from saccade.exact.ragged import choice
+
+    kind = choice.kind_of_packed(problem)
+    chunks = choice.by_chunks(kind, *_DIRECTIONS.values())
     parts = []
     for below, tile in zip((0, *TILES), TILES, strict=False):
         if longest <= below or not fits(tile, block, size, problem.arch):
             continue
         for d in directions:
             by_chunks = chunks and tile >= FASTER_IN_CHUNKS
-            shape = _chunks(problem, d) if by_chunks else tile_config(d, tile, block, size, featured, problem.arch)
+            shape = (
+                choice.chunks(_DIRECTIONS[d], kind) if by_chunks else tile_config(d, tile, block, size, featured, problem.arch)
+            )
             parts.append(f"{d} to {tile} tokens: {shape}")
     if longest > TILES[-1] or not parts:
-        parts += [f"{d} beyond: {_beyond(problem, d)}" for d in directions]
+        parts += [f"{d} beyond: {choice.long_form(_DIRECTIONS[d], kind)}" for d in directions]
     return ", ".join(parts)
 
 
@@ -79,34 +77,6 @@ def _describe_tokens(problem: VarlenProblem) -> str:
     block, size = _block(problem.head_dim), problem.dtype.itemsize
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
     return ", ".join([f"{d}: {token_config(d, size, problem.arch, block)}" for d in directions])
-
-
-def _by_chunks(problem: VarlenProblem) -> bool:
-    """Whether the kernels of sm_90 for long sequences take the call (`sm90.takes` and `prefers`, of which a problem knows all but where the tensors
-    lie)."""
-    wide = problem.head_dim > 128 or problem.head_dim % 8 > 0
-    if problem.arch != 90 or problem.dtype.itemsize != 2 or wide or problem.bias is not None:
-        return False
-    group = problem.heads // max(1, problem.kv_heads)
-    if group > 1 and group * problem.max_q > config.MAX_SHARING:
-        return False
-    return config.in_chunks(problem.head_dim, group > 1, False, problem.dropout_p > 0)
-
-
-def _chunks(problem: VarlenProblem, direction: str) -> str:
-    from saccade.exact.ragged.sm90 import CONFIGS, rounded
-
-    return f"CUDA C++ {CONFIGS['forward' if direction == 'fwd' else 'backward', rounded(problem.head_dim)]}"
-
-
-def _beyond(problem: VarlenProblem, direction: str) -> str:
-    """What computes sequences beyond the tiles: CUDA C++ on sm_90 where it takes the call, else Triton."""
-    by_triton = direction == "fwd" and forward_by_triton(problem.head_dim, problem.causal, problem.max_q)
-    if _by_chunks(problem) and not by_triton:
-        return _chunks(problem, direction)
-    block, size = _block(problem.head_dim), problem.dtype.itemsize
-    kinds = ("fwd",) if direction == "fwd" else ("keys", "queries")
-    return " and ".join([f"{k} {long_config(k, block, size, problem.arch)}" for k in kinds])
 
 
 def _load() -> Launchers:
@@ -169,7 +139,7 @@ RAGGED = Backend(
     prefers=_prefers,
     launchers=_load,
     saves_output=True,
-    describe_config=_describe,
+    form=_describe,
     rule=_rule,
     describe_launches=_describe_forward,
     describe_backward=_describe_backward,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.exact.ragged.config import FASTER_IN_CHUNKS, TILES, LongConfig, TileConfig, fits, forward_by_triton, small_tile
+from saccade.exact.ragged.config import FASTER_IN_CHUNKS, TILES, LongConfig, TileConfig, fits, small_tile
 from saccade.exact.ragged.plan import every_sequence, plan_of
 from saccade.exact.ragged.sm80 import Sm80Config
 from saccade.exact.ragged.sm90 import Sm90Config, by_chunks
@@ -123,10 +123,6 @@ class Call:
         names = ("max_q", "max_k") if self.args.seed is None else ("max_q",)
         longest = {name: min(getattr(self.args, name), bucket.longest) for name in names}
         return Call(self.args._replace(**longest), self.configs)
-
-    def forward_by_triton(self) -> bool:
-        """Whether forward of the long form stays with Triton where sm_90 has a kernel too."""
-        return not self.dense and forward_by_triton(self.head_dim, self.args.causal, self.args.max_q)
 
     def most(self, each: int) -> int:
         """Programs that the processors hold."""

@@ -16,7 +16,7 @@ from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, taken
 from saccade.engine.window import Window, shown_window
 from saccade.exact.args import AttentionArgs, windows_of
-from saccade.exact.ragged.config import MAX_HEAD_DIM, long_config, token_config
+from saccade.exact.ragged.config import MAX_HEAD_DIM, token_config
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.launch.requirements import triton_reasons
 from saccade.launch.triton import pow2
@@ -67,12 +67,13 @@ def _rule(problem: Problem) -> Rule:
 
 
 def _describe(problem: Problem) -> str:
-    block = pow2(max(16, problem.head_dim))
     if problem.window is not None:
-        directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
+        block, directions = pow2(max(16, problem.head_dim)), ("fwd", "bwd") if problem.needs_grad else ("fwd",)
         return ", ".join(f"{d}={token_config(d, problem.dtype.itemsize, problem.arch, block)}" for d in directions)
-    kinds = ("fwd", "keys", "queries") if problem.needs_grad else ("fwd",)
-    return ", ".join(f"{k}={long_config(k, block, problem.dtype.itemsize, problem.arch)}" for k in kinds)
+    from saccade.exact.ragged.choice import kind_of_dense, long_form
+
+    directions = ("forward", "backward") if problem.needs_grad else ("forward",)
+    return ", ".join(f"{d}: {long_form(d, kind_of_dense(problem))}" for d in directions)
 
 
 def _varlen(args: AttentionArgs) -> VarlenArgs:
@@ -121,6 +122,6 @@ DENSE = Backend(
     prefers=_prefers,
     launchers=_load,
     saves_output=True,
-    describe_config=_describe,
+    form=_describe,
     rule=_rule,
 )

@@ -14,6 +14,7 @@ from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, square, table, taken
 from saccade.engine.window import why_no_window
+from saccade.exact import measured
 from saccade.exact.ragged import config
 
 SHORTEST, LONGEST = 65, 577  # what was measured; the kernels take other lengths too
@@ -74,9 +75,15 @@ def _rule(problem: Problem) -> Rule:
     """Follows benchmarks/results/h200/short_long.csv and short_sizes.csv."""
     shortest, longest = sorted((problem.q_len, problem.kv_len))
     if shortest < SHORTEST or longest > LONGEST or shortest <= SHORTS < longest:
-        measured = f"{SHORTEST} to {SHORTS}, or {SHORTS + 1} to {LONGEST}, queries and keys"
+        range_of = f"{SHORTEST} to {SHORTS}, or {SHORTS + 1} to {LONGEST}, queries and keys"
         ends = table("short_long", square(160, 64, 13_104), square(LONGEST, 64, 3632))
-        return Rule(f"was measured with {measured}, got {problem.q_len} and {problem.kv_len}", ends)
+        return Rule(f"was measured with {range_of}, got {problem.q_len} and {problem.kv_len}", ends)
+    return host_time(problem) or measured.rule(problem, "long") or unmeasured_rule(problem)
+
+
+def unmeasured_rule(problem: Problem) -> Rule:
+    """The rule of calls far from every committed row."""
+    longest = max(problem.q_len, problem.kv_len)
     slower = _slower_than_short if longest <= SHORTS else _slower
     return (
         _not_timed(problem, longest)
@@ -121,18 +128,25 @@ def _gains(problem: Problem, longest: int) -> Source:
     return table("short_long", *(square(s, 32 if problem.head_dim <= 32 else 64, n) for s, n in rows))
 
 
-def _too_small(problem: Problem, longest: int) -> Rule | None:
-    problems, wide = problem.batch * problem.heads, problem.head_dim > 64
-    # C++ makes all calls again but those under masks, and backward beyond D = 64, where another kernel computes delta
-    launched_by_python = problem.mask is not None or (problem.needs_grad and wide)
-    by_python = problem.python_counts if launched_by_python else problem.host_counts
+def _launched_by_python(problem: Problem) -> bool:
+    """C++ replays all calls but those under masks, and backward beyond D = 64, where another kernel computes delta."""
+    by_python = problem.mask is not None or (problem.needs_grad and problem.head_dim > 64)
+    return problem.python_counts if by_python else problem.host_counts
+
+
+def host_time(problem: Problem) -> Rule | None:
+    """The rule of eager calls that Python launches and that end before it launched them."""
     fewest = (FEWEST if problem.needs_grad else FEWEST_FORWARD) // (2 if problem.head_dim <= 32 else 1)
-    if by_python and problems * problem.q_len * problem.head_dim < fewest:
-        said = f"the time of an eager call of fewer than {fewest:,} numbers (B * H * Tq * D) is host time, of which torch's function needs less"
-        return Rule(said, table("short_overhead", square(32, 64, 8)))
-    if not problem.needs_grad or (problem.python_counts and not by_python):
+    if problem.batch * problem.heads * problem.q_len * problem.head_dim >= fewest or not _launched_by_python(problem):
+        return None
+    said = f"the time of an eager call of fewer than {fewest:,} numbers (B * H * Tq * D) is host time, of which torch's function needs less"
+    return Rule(said, table("short_overhead", square(32, 64, 8)))
+
+
+def _too_small(problem: Problem, longest: int) -> Rule | None:
+    if not problem.needs_grad or (problem.python_counts and not _launched_by_python(problem)):
         return None  # an eager call that C++ makes takes 82 us with backward where torch's takes 115, whatever the kernels do meanwhile
-    fewest = FEWEST_WIDE if wide else next(count for most, count in FEWEST_PROBLEMS if longest <= most)
+    fewest = FEWEST_WIDE if problem.head_dim > 64 else next(count for most, count in FEWEST_PROBLEMS if longest <= most)
     owned, letter = problem.batch * problem.kv_heads, "H" if problem.heads == problem.kv_heads else "Hkv"
     if owned >= fewest:
         return None
@@ -195,10 +209,10 @@ def _describe_backward(*call: Any) -> Any:
 
 
 def _describe(problem: Problem) -> str:
-    from saccade.exact.ragged.sm90 import CONFIGS, rounded
+    from saccade.exact.ragged.choice import chunks, kind_of_dense
 
     directions = ("forward", "backward") if problem.needs_grad else ("forward",)
-    return ", ".join(f"{d}={CONFIGS[d, rounded(problem.head_dim)]}" for d in directions)
+    return ", ".join(f"{d}: {chunks(d, kind_of_dense(problem))}" for d in directions)
 
 
 LONG = Backend(
@@ -209,7 +223,7 @@ LONG = Backend(
     prefers=_prefers,
     launchers=_load,
     saves_output=True,
-    describe_config=_describe,
+    form=_describe,
     rule=_rule,
     describe_launches=_describe_forward,
     describe_backward=_describe_backward,

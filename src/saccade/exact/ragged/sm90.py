@@ -9,29 +9,25 @@ boolean masks.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.exact.ragged import config as choices
+from saccade.exact.ragged import choice
+from saccade.exact.ragged.choice import CONFIGS, Sm90Config, rounded
 from saccade.exact.ragged.mask_bits import pack, strides_of
 from saccade.exact.varlen.args import VarlenArgs
-from saccade.hardware import arch_of, multiprocessors
-from saccade.launch.aside import failure_of
+from saccade.hardware import multiprocessors
 from saccade.launch.cache import LaunchCache
 from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, Call, stride_names
 from saccade.launch.dropout import survival_inverse, word_threshold
-from saccade.nvrtc import Bound, Options, Parameters, Source, obstacles, tensor_map
+from saccade.nvrtc import Bound, Options, Parameters, Source, tensor_map
 
 _FOLDER = Path(__file__).parent / "cuda"
 ARCHITECTURE = "90a"
-MAX_HEAD_DIM = 128
-# Backward parks dQ between rounds of keys, for each block all queries of a sequence: 69 MB at this length and D = 64
-MAX_TOKENS = 2048
 # queries of a team of forward, and how many times as many are in its memory; rows of a chunk, which are keys in forward and queries in backward;
 # keys of a round of backward
 BLOCK_ROWS, QUERY_SLOTS, CHUNK_ROWS, ROUND_ROWS = 128, 2, 64, 128
@@ -63,41 +59,9 @@ _PARAMETERS = {
 }
 
 
-@dataclass(frozen=True)
-class Sm90Config:
-    """How a kernel is compiled.
-
-    stages: chunks in shared memory at a time.
-    registers: of a thread of each kind of warpgroup. Forward: those that compute, and the one that loads. Backward: the two that own keys, the one
-        that computes dQ and the one that loads; 512 in all four.
-    teams: of forward, pairs of warpgroups that share queries; each has memory of its own. Two in one block, and not two blocks: beside a
-        warpgroup that loads they have 112 registers of a thread in place of 104, of which the products run out.
-    """
-
-    stages: int
-    registers: tuple[int, ...]
-    teams: int = 1
-
-
-# (direction, D rounded up)
-CONFIGS = {
-    ("forward", 32): Sm90Config(4, (112, 32), teams=2),
-    ("forward", 64): Sm90Config(4, (112, 32), teams=2),
-    ("forward", 128): Sm90Config(4, (240, 24)),
-    ("backward", 32): Sm90Config(4, (176, 88, 72)),
-    ("backward", 64): Sm90Config(4, (192, 72, 56)),
-    ("backward", 128): Sm90Config(2, (208, 64, 32)),
-}
-
-
 def source(direction: str) -> Source:
     """The file of a direction."""
     return Source(_FOLDER / f"long_{direction}_sm90.cu", (HEADERS,))
-
-
-def rounded(head_dim: int) -> int:
-    """Columns of a tile."""
-    return 32 if head_dim <= 32 else 64 if head_dim <= 64 else 128
 
 
 def threads(direction: str, config: Sm90Config) -> int:
@@ -141,56 +105,26 @@ def defines(
     return found | registers | {"OWN_DELTA": owns_delta(head_dim)}
 
 
-def group_of(args: VarlenArgs) -> int:
-    """Query heads that share a key head."""
-    return args.query.shape[1] // max(1, args.key.shape[1])  # of an empty call
-
-
-def _features(args: VarlenArgs) -> tuple[bool, bool, bool]:
-    """What kernels are compiled for: grouped heads, a mask, dropout."""
-    return group_of(args) > 1, args.mask is not None, args.seed is not None
-
-
 def takes(args: VarlenArgs, *others: Tensor) -> bool:
     """Whether the kernels take a call. others: out, or dout, out and the gradients."""
-    query, group = args.query, group_of(args)
-    if query.device.type != "cuda" or arch_of(query.device) != 90 or query.element_size() != 2:
-        return False
-    if (group > 1 and group * args.max_q > choices.MAX_SHARING) or not args.scale > 0 or args.bias is not None:
-        return False
-    if args.mask is not None and query.dim() != 4:
-        return False
-    if query.shape[-1] > MAX_HEAD_DIM or query.shape[-1] % 8 or max(args.max_q, args.max_k) > MAX_TOKENS:
+    query = args.query
+    if not choice.takes(choice.kind_of(args)):
         return False
     sequences = query.shape[0] if query.dim() == 4 else args.cu_seqlens_q.shape[0] - 1
     if sequences * query.shape[1] * -(-args.max_q // BLOCK_ROWS) >= 2**31:
         return False
-    return not obstacles("90a") and all(movable(x) for x in (*args[:3], *others))
-
-
-def prefers(args: VarlenArgs) -> bool:
-    """Whether the ragged family leaves such calls to these kernels."""
-    return choices.in_chunks(args.query.shape[-1], *_features(args))
+    return all(movable(x) for x in (*args[:3], *others))
 
 
 def by_chunks(args: VarlenArgs) -> bool:
     """Whether the kernels of both directions may take the call, and none was set aside."""
-    return (
-        prefers(args) and takes(args) and all(failure_of(named(direction, args)) is None for direction in ("forward", "backward"))
-    )
+    return choice.prefers(choice.kind_of(args), "forward", "backward") and takes(args)
 
 
 def movable(tensor: Tensor) -> bool:
     """Whether 16 bytes are the unit of all its rows."""
     strides = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
     return tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in strides)
-
-
-def named(direction: str, args: VarlenArgs) -> tuple[Any, ...]:
-    """What a failure to compile is remembered by."""
-    query = args.query
-    kind = query.dim(), rounded(query.shape[-1]), query.dtype, args.causal, *_features(args)
-    return "attention_varlen", f"long_{direction}_sm90", *kind
 
 
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
@@ -246,7 +180,7 @@ def _launch(
     if args.mask is not None:
         lies["mask"] = strides_of(args.mask, direction == "backward")
     strides = {f"{n}_{dim}": s for n, of in lies.items() for dim, s in zip(("batch", "head", "row"), of, strict=True)}
-    heads, head_dim, group = query.shape[1], query.shape[-1], group_of(args)
+    heads, head_dim, group = query.shape[1], query.shape[-1], choice.kind_of(args).group
     # a block of backward owns a key head
     numbers |= {"heads": heads if direction == "forward" else heads // group, "head_dim": head_dim}
     if group > 1:
@@ -264,7 +198,7 @@ def _launch(
 
 
 def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any], config: Sm90Config) -> Call:
-    query, features = args.query, _features(args)
+    query, features = args.query, choice.kind_of(args).features
     macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config, *features)
     shared = shared_bytes(direction, query.shape[-1], config)
     return Call(
@@ -306,7 +240,7 @@ def plan_backward(
     *, any_size: bool = False,
 ) -> Plan:  # fmt: skip
     """The launch of backward calls of a signature. any_size: it serves batches of other sizes too, of the lengths in args at most. Raises as `forward`."""
-    head_dim, group = rounded(args.query.shape[-1]), group_of(args)
+    head_dim, group = rounded(args.query.shape[-1]), choice.kind_of(args).group
     config = config or CONFIGS["backward", head_dim]
     free = _free(args)
     most = multiprocessors(args.query.device)

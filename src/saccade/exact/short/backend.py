@@ -11,6 +11,7 @@ from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Row, Rule, square, table, taken
 from saccade.engine.window import why_no_window
+from saccade.exact import measured
 from saccade.exact.short.measured import gains
 from saccade.hardware import SMALL_SHARED
 from saccade.launch.requirements import triton_reasons
@@ -64,7 +65,7 @@ def _rule(problem: Problem) -> Rule:
     """
     if problem.device_type != "cuda":
         return Rule("the interpreter is for tests")
-    return _too_small(problem) or _slower(problem) or taken(gains(problem, _few(problem)))
+    return _too_small(problem) or measured.rule(problem, "short") or _slower(problem) or taken(gains(problem, _few(problem)))
 
 
 def _few(problem: Problem) -> bool:
@@ -152,11 +153,7 @@ def _prefers_bias(problem: Problem) -> bool:
         return False
     if _shared_bias(problem):
         return longest > 32 and problem.head_dim <= 32
-    return longest > 64 and problem.head_dim > 32 and _batch_extent(problem) == 1
-
-
-def _batch_extent(problem: Problem) -> int:
-    return ((1,) * 4 + (problem.mask_shape or ()))[-4]
+    return longest > 64 and problem.head_dim > 32 and problem.mask_rows == 1
 
 
 def _shared_bias(problem: Problem) -> bool:
@@ -164,7 +161,7 @@ def _shared_bias(problem: Problem) -> bool:
     Of windows it is not measured yet whether they gain as much; torch's kernels, besides, are given a copy of their bias."""
     small = max(problem.q_len, problem.kv_len) <= 64 and problem.q_len > 1
     plain = not problem.dropout_p and problem.heads == problem.kv_heads
-    shared = _batch_extent(problem) == 1 or 0 < problem.windows < problem.batch
+    shared = problem.mask_rows == 1 or 0 < problem.windows < problem.batch
     return problem.mask == "bias" and shared and small and plain
 
 
@@ -186,22 +183,10 @@ def _describe_backward(*call: Any) -> Any:
     return describe_backward(*call)
 
 
-def _describe(problem: Problem) -> str:
-    from saccade.exact.short.config import is_plain, pick, takes_sm90, tile_size
+def _forms(problem: Problem) -> Any:
+    from saccade.exact.short.choice import forms
 
-    rows, dim = tile_size(max(problem.q_len, problem.kv_len)), tile_size(problem.head_dim)
-    problems, grouped, size = problem.batch * problem.heads, problem.heads != problem.kv_heads, problem.dtype.itemsize
-    masked = bool(problem.mask or problem.lengths or problem.dropout_p)
-    plain = is_plain(problems, grouped, masked or problem.is_causal)
-    lengths = problem.q_len, problem.kv_len
-    sm90 = takes_sm90(problem.arch, problems, *lengths, problem.head_dim, size, grouped, masked, problem.is_causal)
-    kind = "pool_" if problem.q_len == 1 else ""
-    directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
-    unsplit = problem.mask == "bool" or (problem.mask == "bias" and problem.row_mask)
-    own_bias = problem.mask == "bias" and not unsplit and _batch_extent(problem) == problem.batch > 1
-    flags = plain, sm90, _shared_bias(problem), unsplit, own_bias
-    chosen = {d: pick(kind + d, rows, dim, size, problem.arch, *flags) for d in directions}
-    return ", ".join(f"{d}={config}" for d, config in chosen.items())
+    return forms(problem)
 
 
 SHORT = Backend(
@@ -211,7 +196,7 @@ SHORT = Backend(
     why_not=_why_not,
     prefers=_prefers,
     launchers=_load,
-    describe_config=_describe,
+    form=_forms,
     rule=_rule,
     describe_launches=_describe_forward,
     describe_backward=_describe_backward,

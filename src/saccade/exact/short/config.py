@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from saccade.env import print_config
 from saccade.hardware import SMALL_SHARED
-from saccade.nvrtc import obstacles
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,15 @@ class Config:
 
 def tile_size(extent: int) -> int:
     """The power of two, at least 16 (a matrix instruction's inner length), that holds `extent`."""
-    return max(16, 1 << (extent - 1).bit_length()) if extent > 0 else 16
+    size = 16
+    while size < extent:  # compared and not computed, since an extent may be a symbol of a compiled graph
+        size *= 2
+    return size
+
+
+def kernel_name(form: str) -> str:
+    """The CUDA C++ kernel of a form ("forward", "backward", "backward_streamed", "backward_turns" or "pooling_backward"), and its file."""
+    return form if form == "pooling_backward" else f"{form}_sm90"
 
 
 # (direction, tile rows, tile head dim) -> Config for bf16 and fp16 on sm_90.
@@ -126,13 +133,7 @@ ROBUST: dict[tuple[str, int, int], Config] = {
     ("bwd", 128, 128): Config(8, chunk=64, stages=2),
     ("bwd", 128, 256): Config(8, chunk=64, stages=2),
 }
-# batch x heads from which LARGE applies: TMA descriptors cost host time, and the kernel must run longer than that. Inferred, not
-# timed
-# by itself: S = 64, D = 32 with 8,192 problems took 0.62 ms a step, where the large table scales to 0.1 ms on the device.
-# 49,152 is the smallest count measured with it (ViT, benchmarks/results/h200/short_models.csv).
-LARGE_PROBLEMS = 49_152
-
-# for sm_90, without mask, bias, lengths, dropout or grouped heads, and where tensor maps are possible; used from SM90_ELEMENTS
+# for sm_90, without mask, bias, lengths, dropout or grouped heads, and where tensor maps are possible; used from choice.SM90_ELEMENTS
 # elements in a tensor's tiles
 SM90: dict[tuple[str, int, int], Config] = {
     ("fwd", 128, 64): Config(4, programs_per_sm=4, sm90="forward"),  # 1.93 ms, 0.99 of the streaming roof
@@ -152,9 +153,6 @@ SM90: dict[tuple[str, int, int], Config] = {
     ("pool_bwd", 128, 128): Config(2, sm90="pooling_backward"),  # 4.07 ms, 0.93
     ("pool_bwd", 128, 256): Config(4, sm90="pooling_backward"),  # 4.16 ms, 0.91
 }
-# tensor maps are looked up in each call, seven in backward, and the kernel must run longer than that: 4,096 problems of 128 x 64
-# take 0.1 ms
-SM90_ELEMENTS = 2**25
 
 # a bias that the batch shares (Swin windows): persistent programs hold it on chip, and `stages` counts the problems read ahead
 SHARED_BIAS: dict[tuple[str, int, int], Config] = {
@@ -214,7 +212,7 @@ def pick(
 
     Args:
         direction: "fwd", "bwd", "pool_fwd" or "pool_bwd". rows, dim: tile sizes (powers of two).
-        plain: at least `LARGE_PROBLEMS` problems without mask, bias, lengths, dropout or grouped heads, the conditions of the
+        plain: at least `choice.LARGE_PROBLEMS` problems without mask, bias, lengths, dropout or grouped heads, the conditions of the
             measurement.
         sm90: the kernels of `sm90.py` can run the call.
         shared_bias: a bias that the batch shares. unsplit: a boolean mask, or a bias of one row for all queries. own_bias: a
@@ -230,27 +228,3 @@ def pick(
     if print_config():
         print(f"saccade: short {direction} rows={rows} dim={dim} sm_{arch}: {chosen}", file=sys.stderr)
     return chosen
-
-
-def takes_sm90(
-    arch: int,
-    problems: int,
-    q_len: int,
-    kv_len: int,
-    head_dim: int,
-    element_size: int,
-    grouped: bool,
-    masked: bool,
-    is_causal: bool,
-) -> bool:
-    """Whether the kernels of `sm90.py` can run such a call, strides aside (`masked`: it has a mask, bias, lengths or dropout)."""
-    elements = problems * tile_size(kv_len) * tile_size(head_dim)
-    # a single causal query sees a single key; rows of results are whole chunks of 16 bytes where D is a multiple of 8
-    shaped = (not is_causal if q_len == 1 else tile_size(q_len) == tile_size(kv_len)) and head_dim % 8 == 0
-    plain = not grouped and not masked and element_size == 2
-    return arch == 90 and elements >= SM90_ELEMENTS and shaped and plain and not obstacles("90a")
-
-
-def is_plain(problems: int, grouped: bool, featured: bool) -> bool:
-    """Whether the LARGE table covers a call of `problems` = batch x heads."""
-    return problems >= LARGE_PROBLEMS and not grouped and not featured

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from saccade.engine.layout import empty_like_heads, unpack
 from saccade.exact.args import AttentionArgs
+from saccade.exact.problem import problem_of
 from saccade.exact.short import plans_triton, sm90
 from saccade.exact.short.choice import choose
 from saccade.exact.short.config import Config
-from saccade.exact.short.launch import BackwardPlan, Launch, aligned, launches_of, metadata
+from saccade.exact.short.launch import BackwardPlan, Launch, aligned, launches_of, metadata, takes_tma
 from saccade.exact.short.plans_triton import BackwardCall
 from saccade.exact.short.sm90 import Sm90Launch
 from saccade.launch.aside import FAILURES, set_aside
@@ -91,12 +92,13 @@ def backward(
 
 
 def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> Launch | Sm90Launch:
-    config = config or choose("fwd", args)
+    config = config or choose("fwd", problem_of(args), takes_tma(*args[:3]))
     return (sm90 if config.sm90 else plans_triton).plan_forward(args, out, config)
 
 
 def _plan_backward(call: BackwardCall, config: Config | None) -> BackwardPlan:
-    config = config or choose("bwd", call.args, featured=call.bias_grad or call.has_dlse, others=(call.dout,))
+    if config is None:
+        config = choose("bwd", problem_of(call.args, return_lse=call.has_dlse), takes_tma(*call.args[:3], call.dout))
     if not config.sm90:
         return plans_triton.plan_backward(call, config)
     launch = sm90.plan_backward(call.args, call.dout, call.has_dlse, call.gradients, config)

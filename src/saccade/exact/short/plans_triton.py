@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from saccade.exact.args import AttentionArgs
+from saccade.exact.problem import is_row, problem_of
 from saccade.exact.short.backward import _bwd_chunked_kernel, _bwd_kernel
 from saccade.exact.short.bias_gradient import BiasSharing
-from saccade.exact.short.choice import is_row, shared_bias_programs
+from saccade.exact.short.choice import shared_bias_programs
 from saccade.exact.short.config import Config, tile_size
 from saccade.exact.short.forward import _fwd_chunked_kernel, _fwd_kernel
 from saccade.exact.short.launch import (
@@ -135,7 +136,7 @@ def _chunked_forward(args: AttentionArgs, out: Tensor, config: Config, sizes: Si
 
 
 def _whole_forward(args: AttentionArgs, out: Tensor, config: Config, sizes: Sizes) -> Launch:
-    shared = shared_bias_programs(args, config.programs_per_sm) if config.q_blocks == 1 and sizes.group == 1 else 0
+    shared = shared_bias_programs(problem_of(args), config.programs_per_sm) if config.q_blocks == 1 and sizes.group == 1 else 0
     heads = 1 if shared else sizes.adjacent_heads(config)
     programs = shared or sizes.programs(config, sizes.problems // heads)
     tma = config.tma and heads == 1 and _copy_engine(args, out)

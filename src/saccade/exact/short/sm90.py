@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from saccade.exact.args import AttentionArgs
-from saccade.exact.short.config import Config, tile_size
+from saccade.exact.short.config import Config, kernel_name, tile_size
 from saccade.exact.short.launch import BACKWARD_TENSORS, FORWARD_TENSORS
 from saccade.hardware import multiprocessors
 from saccade.launch.constants import LOG2E
@@ -29,11 +29,6 @@ ARCHITECTURE = "90a"
 CHUNK, SLOTS = 64, 2
 # room for 8 barriers behind the tiles; the sources check what a launch asks for (SHARED_BYTES)
 BARRIER_BYTES = 64
-
-
-def kernel_name(form: str) -> str:
-    """The kernel of a form ("forward", "backward", "backward_streamed", "backward_turns" or "pooling_backward"), and its file."""
-    return form if form == "pooling_backward" else f"{form}_sm90"
 
 
 def source(form: str) -> Source:

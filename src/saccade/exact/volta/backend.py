@@ -101,7 +101,7 @@ VOLTA = Backend(
     prefers=_prefers,
     launchers=_load,
     saves_output=True,
-    describe_config=_describe,
+    form=_describe,
     rule=_rule,
     by_name_only=_emulated,
 )
@@ -116,6 +116,6 @@ HALF_SUMS = Backend(
     prefers=lambda problem: False,
     launchers=_load_half,
     saves_output=True,
-    describe_config=_describe,
+    form=_describe,
     by_name_only=lambda problem: "its sums are float16, less exact",
 )
