@@ -26,6 +26,7 @@ _BACKENDS = (
     "volta",
     "fa4",
     "varlen_attn",
+    "flex",
     "sdpa_cudnn",
     "sdpa_flash",
     "sdpa_efficient",
@@ -37,6 +38,7 @@ _TITLES = {
     "short_pooling": "One query (CLS only, pooling)",
     "short_models": "Shapes of models",
     "short_ragged": "Packed sequences of different lengths",
+    "windows": "Sliding windows on packed sequences",
     "volta": "float16 without bf16 tensor cores",
 }
 _READ = ("dynamic_mask_documents", "nm_masks")  # as tables: no plot of them is drawn

@@ -31,6 +31,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "short_long": (_SHORT, _LONG),
     "short_sizes": (_SHORT, _LONG),
     "short_ragged": (_RAGGED,),
+    "windows": (_RAGGED,),
     "pooled_depth": (_SHORT,),
     "models": (_SHORT, _RAGGED),
     "encoders": (_RAGGED, "encoders/*"),

@@ -122,17 +122,26 @@ def calls() -> dict[str, tuple[Any, dict[str, Any]]]:
     """(function, good arguments) by name; every argument of a call stands there."""
     qkv = tensors("query", "key", "value")
     dense = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-    last = {"lengths": None, "return_lse": False, "backend": "auto"}
+    of_any = {"lengths": None, "return_lse": False, "backend": "auto"}
+    last = {"window": None, **of_any}
     packed = tensors("query", "key", "value", shape=(T, H, D)) | {
         "cu_seqlens_q": ends(),
         "cu_seqlens_k": ends(),
         "max_seqlen_q": 5,
         "max_seqlen_k": 5,
     }
-    of_packed = {"dropout_p": 0.0, "is_causal": False, "scale": None, "attn_bias": None, "return_lse": False, "backend": "auto"}
+    of_packed = {
+        "dropout_p": 0.0,
+        "is_causal": False,
+        "scale": None,
+        "attn_bias": None,
+        "window": None,
+        "return_lse": False,
+        "backend": "auto",
+    }
     scores = {"key_scores": torch.randn(B, H, T)}
     dynamic = qkv | scores | {"keep": 3, "is_causal": True, "lengths": None, "document_ids": None, "cu_seqlens": None, "sinks": 0, "window": 0, "add_scores": True, "scale": None, "enable_gqa": False, "return_lse": False, "backend": "auto"}  # fmt: skip
-    nm = qkv | dense | {"pattern": "2:4", "block_mask": None, "dense_first": 0, "dense_recent": 0} | last
+    nm = qkv | dense | {"pattern": "2:4", "block_mask": None, "dense_first": 0, "dense_recent": 0} | of_any
     made = {"device": None, "dtype": None, "bias": True, "backend": "auto"}
     qkv_last = tensors("q", "k", "v", shape=(B, T, H, D))
     of_flash = {"dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "deterministic": False, "return_attn_probs": False}  # fmt: skip
@@ -153,7 +162,7 @@ def calls() -> dict[str, tuple[Any, dict[str, Any]]]:
         "replace_sdpa": (replaced, qkv | dense),
         "attention": (saccade.attention, qkv | dense | last),
         "attention by reference": (saccade.attention, qkv | dense | last | {"backend": "reference"}),
-        "explain": (saccade.explain, qkv | dense | {"lengths": None, "return_lse": False}),
+        "explain": (saccade.explain, qkv | dense | {"lengths": None, "window": None, "return_lse": False}),
         "attention_qkvpacked": (saccade.attention_qkvpacked, {"qkv": torch.randn(B, T, 3, H, D), **{k: v for k, v in dense.items() if k != "enable_gqa"}, **last}),
         "attention_varlen": (saccade.attention_varlen, packed | of_packed | {"enable_gqa": False}),
         "attention_varlen_qkvpacked": (saccade.attention_varlen_qkvpacked, {"qkv": torch.randn(T, 3, H, D), "cu_seqlens": ends(), "max_seqlen": 5, **of_packed}),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import saccade.flash_attn_interface as flash_attn
-from saccade import InvalidArgument, UnsupportedProblem
+from saccade import InvalidArgument, UnsupportedProblem, attention
 
 ENDS = torch.tensor([0, 4, 10], dtype=torch.int32)
 
@@ -57,8 +57,8 @@ def test_the_shapes_that_are_named_are_taken():
     [
         ({"causal": "no"}, "causal is 'no'; it must be True or False"),
         ({"causal": torch.ones(2)}, r"causal is a torch\.Tensor of shape \[2\]; it must be True or False"),
-        ({"window_size": 128}, r"window_size is 128; .* allowed is \(-1, -1\)"),
-        ({"window_size": None}, r"window_size is None; .* allowed is \(-1, -1\)"),
+        ({"window_size": 128}, r"window_size is 128; it must be \(left, right\), .* or -1 for no limit"),
+        ({"window_size": None}, r"window_size is None; it must be \(left, right\)"),
         ({"softcap": torch.ones(2)}, r"softcap is a torch.Tensor of shape \[2\]; .* allowed is 0\.0"),
     ],
     ids=str,
@@ -90,7 +90,7 @@ def all_functions():
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        ("window_size", (4, 0)), ("softcap", 3.0), ("alibi_slopes", torch.ones(4)), ("block_table", torch.ones(1)),
+        ("window_size", (4, -2)), ("softcap", 3.0), ("alibi_slopes", torch.ones(4)), ("block_table", torch.ones(1)),
         ("s_aux", torch.ones(4)),
     ],
     ids=["window_size", "softcap", "alibi_slopes", "block_table", "s_aux"],
@@ -101,6 +101,34 @@ def test_every_function_that_names_an_option_refuses_it(name, given):
     for function, tensors in named:
         with pytest.raises(InvalidArgument, match=f"{name} is"):
             function(*tensors, **{name: given})
+
+
+@pytest.mark.parametrize("window", [(0, 0), (2, 3), (-1, 1), (4, -1), (50, 50)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("keys", [10, 14, 7])
+def test_windows_are_aligned_with_the_last_key(keys, causal, window):
+    q, k, v = (torch.randn(2, n, 4, 8, requires_grad=True) for n in (10, keys, keys))
+    rows, columns = torch.arange(10)[:, None] + keys - 10, torch.arange(keys)
+    left, right = window
+    seen = (columns >= rows - (99 if left < 0 else left)) & (columns <= rows + (99 if right < 0 else right))
+    seen = seen & (columns <= rows) if causal else seen
+    expected = attention(*(x.transpose(1, 2) for x in (q, k, v)), seen, backend="reference").transpose(1, 2)
+    ends_q, ends_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (10, keys))
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    outs = [
+        flash_attn.flash_attn_func(q, k, v, causal=causal, window_size=window),
+        flash_attn.flash_attn_varlen_func(*packed, ends_q, ends_k, 10, keys, causal=causal, window_size=window).view_as(q),
+    ]
+    if keys == 10:
+        qkv = torch.stack((q, k, v), 2)
+        outs.append(flash_attn.flash_attn_qkvpacked_func(qkv, causal=causal, window_size=window))
+        of_tokens = flash_attn.flash_attn_varlen_qkvpacked_func(qkv.flatten(0, 1), ends_q, 10, causal=causal, window_size=window)
+        outs.append(of_tokens.view_as(q))
+    gradient = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    for out in outs:
+        torch.testing.assert_close(out, expected)
+        for got, want in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), gradient, strict=True):
+            torch.testing.assert_close(got, want)
 
 
 def test_autocast_reaches_every_function():

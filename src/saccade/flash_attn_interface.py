@@ -1,7 +1,7 @@
 """The functions of flash-attn 2 by their names and argument orders, so that `import saccade.flash_attn_interface as flash_attn` serves code written for it.
 
-Tensors are laid out as there: `[B, S, H, D]`, packed `[T, H, D]`. A causal mask is aligned with the last key (lower right). What has no counterpart
-here (sliding windows, ALiBi slopes, soft caps, paged keys, the sinks that FlashAttention-3 calls `s_aux`) raises `InvalidArgument`, and so does a tensor of
+Tensors are laid out as there: `[B, S, H, D]`, packed `[T, H, D]`. A causal mask and a window are aligned with the last key (lower right), and -1 is no limit
+of a window. What has no counterpart here (ALiBi slopes, soft caps, paged keys, the sinks that FlashAttention-3 calls `s_aux`) raises `InvalidArgument`, and so does a tensor of
 another shape. With `deterministic=True` a kernel of ours computes a call that needs a gradient, since torch's add dq in another order from run to run; a call that
 none of ours takes is refused. `torch.use_deterministic_algorithms(True)` holds for every call. Source: Dao, FlashAttention-2 (2023), and the signatures of its package.
 """
@@ -17,12 +17,13 @@ from saccade.engine.arguments import check_flag, shown
 from saccade.engine.calls import autocast, gradient_needed
 from saccade.engine.kinds import check_kinds
 from saccade.engine.prepare import prepare
+from saccade.engine.window import Window, check_window, ends_of, in_window
 from saccade.errors import InvalidArgument
 from saccade.exact.api import attention
 from saccade.exact.backends import BACKENDS
 from saccade.exact.problem import describe_attention
 from saccade.exact.varlen.api import attend
-from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL
+from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, FULL_BOTTOM_RIGHT
 
 # kernels of ours add every gradient in a fixed order
 _DETERMINISTIC = tuple(b for b in BACKENDS if b.launchers is not None and not b.is_reference)
@@ -51,13 +52,13 @@ def flash_attn_varlen_func(
 
     With return_attn_probs `(out, lse, None)`, lse float32 `[H, Tq]`.
     """
-    _refuse(window_size, softcap, alibi_slopes, block_table, s_aux)
-    causal = check_flag("causal", causal)
+    _refuse(softcap, alibi_slopes, block_table, s_aux)
+    causal, window = check_flag("causal", causal), _window(window_size)
     q, k, v = autocast(q, k, v)
     found = attend(
         (
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, True,
-            None, return_attn_probs, _backend_of_packed(deterministic, q, k, v),
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, _alignment(causal, window), softmax_scale, True,
+            None, window, return_attn_probs, _backend_of_packed(deterministic, q, k, v),
         )
     )  # fmt: skip
     return (*found, None) if isinstance(found, tuple) else found
@@ -77,14 +78,14 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`saccade.attention_varlen_qkvpacked` for qkv `[T, 3, H, D]`; out `[T, H, D]`, and with return_attn_probs as above."""
-    _refuse(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse(softcap=softcap, alibi_slopes=alibi_slopes)
     _check_shape("qkv", qkv, ("T", 3, "H", "D"))
-    causal = check_flag("causal", causal)
+    causal, window = check_flag("causal", causal), _window(window_size)
     (qkv,) = autocast(qkv)
     found = attend(
         (
-            *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, False,
-            None, return_attn_probs, _backend_of_packed(deterministic, qkv),
+            *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, _alignment(causal, window), softmax_scale, False,
+            None, window, return_attn_probs, _backend_of_packed(deterministic, qkv),
         ),
         qkv,
     )  # fmt: skip
@@ -107,20 +108,25 @@ def flash_attn_func(
 ) -> Any:
     """`saccade.attention` for q `[B, Tq, H, D]`, k and v `[B, Tk, Hkv, D]`, where Hkv may divide H; out `[B, Tq, H, D]`.
 
-    With return_attn_probs `(out, lse, None)`, lse float32 `[B, H, Tq]`.
+    With return_attn_probs `(out, lse, None)`, lse float32 `[B, H, Tq]`. Where Tq differs from Tk a causal mask and a window take a mask `[Tq, Tk]`.
     """
-    _refuse(window_size, softcap, alibi_slopes, s_aux=s_aux)
-    causal = check_flag("causal", causal)
+    _refuse(softcap, alibi_slopes, s_aux=s_aux)
+    causal, window = check_flag("causal", causal), _window(window_size)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_shape(name, tensor, ("B", "S", "H", "D"))
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     q_len, k_len = query.shape[2], key.shape[2]
     mask = None
-    if causal and q_len != k_len:
-        # `attention` aligns a causal mask with the first key
-        mask = torch.ones(q_len, k_len, dtype=torch.bool, device=q.device).tril(k_len - q_len)
+    if (causal or window is not None) and q_len != k_len:
+        # `attention` aligns a causal mask and a window with the first key
+        rows = torch.arange(k_len - q_len, k_len, device=q.device)[:, None]
+        keys = torch.arange(k_len, device=q.device)
+        mask = in_window(rows, keys, *ends_of(window))
+        mask = mask & (keys <= rows) if causal else mask
+        window = None
     call = (query, key, value, mask, dropout_p, causal and mask is None, softmax_scale, query.shape[1] != key.shape[1])
-    found = attention(*call, return_lse=return_attn_probs, backend=_backend_of_dense(deterministic, call, return_attn_probs))
+    backend = _backend_of_dense(deterministic, call, window, return_attn_probs)
+    found = attention(*call, window=window, return_lse=return_attn_probs, backend=backend)
     return (found[0].transpose(1, 2), found[1], None) if isinstance(found, tuple) else found.transpose(1, 2)
 
 
@@ -150,7 +156,7 @@ def _backend_of_packed(deterministic: bool, *tensors: Tensor) -> str:
     return "ragged"
 
 
-def _backend_of_dense(deterministic: bool, call: tuple, return_lse: bool) -> str:
+def _backend_of_dense(deterministic: bool, call: tuple, window: Window | None, return_lse: bool) -> str:
     """The same for a dense call: the first of our kernels that takes it.
 
     Raises:
@@ -160,7 +166,7 @@ def _backend_of_dense(deterministic: bool, call: tuple, return_lse: bool) -> str
     if not check_flag("deterministic", deterministic) or not gradient_needed(query, key, value) or not query.is_cuda:
         return "auto"
     query, key, value = autocast(query, key, value)
-    arguments = (query, key, value, mask, dropout_p, causal, scale, grouped, None, return_lse, False, True)
+    arguments = (query, key, value, mask, dropout_p, causal, scale, grouped, None, return_lse, False, True, window)
     return prepare(None, describe_attention, arguments, _DETERMINISTIC, "auto").backend.name
 
 
@@ -176,9 +182,24 @@ def _check_shape(name: str, tensor: Any, dims: tuple[str | int, ...]) -> None:
         raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [{', '.join(map(str, dims))}]")
 
 
-def _refuse(window_size: Any, softcap: Any, alibi_slopes: Any, block_table: Any = None, s_aux: Any = None) -> None:
-    if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
-        raise InvalidArgument(f"window_size is {shown(window_size)}; saccade has no sliding window, allowed is (-1, -1)")
+def _window(window_size: Any) -> Window | None:
+    """The window of a call."""
+    pair = window_size if isinstance(window_size, (tuple, list)) and len(window_size) == 2 else None
+    ends = None if pair is None else [None if type(end) is int and end == -1 else end for end in pair]
+    try:
+        return check_window((pair,) if ends is None else ends)
+    except InvalidArgument as error:
+        allowed = "it must be (left, right), each a whole number of tokens of at least 0, or -1 for no limit"
+        raise InvalidArgument(f"window_size is {shown(window_size)}; {allowed}") from error
+
+
+def _alignment(causal: bool, window: Window | None) -> int:
+    if causal:
+        return BOTTOM_RIGHT
+    return FULL if window is None else FULL_BOTTOM_RIGHT
+
+
+def _refuse(softcap: Any, alibi_slopes: Any, block_table: Any = None, s_aux: Any = None) -> None:
     if softcap is not None and not (isinstance(softcap, (int, float)) and softcap == 0):
         raise InvalidArgument(f"softcap is {shown(softcap)}; saccade does not cap scores, allowed is 0.0")
     if alibi_slopes is not None:

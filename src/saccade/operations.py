@@ -26,7 +26,7 @@ OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
         Operation("attention", ATTENTION_BACKENDS, describe_attention, ATTENTION, check_attention, ("short", "volta", "auto", "tensor_parallel", "models", "pooled")),
-        Operation("attention_varlen", VARLEN_BACKENDS, describe_as_packed, VARLEN, check_varlen, ("short_ragged", "encoders")),
+        Operation("attention_varlen", VARLEN_BACKENDS, describe_as_packed, VARLEN, check_varlen, ("short_ragged", "encoders", "windows")),
         Operation(
             "dynamic_mask_attention", DYNAMIC_MASK_BACKENDS, describe_dynamic_mask, DYNAMIC_MASK, check_dynamic_mask,
             ("dynamic_mask", "context_parallel"), DECODING, {"keep": 16, "is_causal": True},

@@ -92,7 +92,7 @@ def test_a_wrong_output_is_never_timed(unpadded, table, load, monkeypatch, tmp_p
         query, key, value, *rest = call
         return before((query, key, value.roll(1, 0), *rest), *others)
 
-    wrong = swaps_values if unpadded else lambda *given, backend: forgets_the_mask(*given)
+    wrong = swaps_values if unpadded else lambda *given, **options: forgets_the_mask(*given)
     monkeypatch.setattr(module, name, wrong)
     monkeypatch.setattr(table, "throughput_in_turns", lambda *given: pytest.fail("it was timed"))
     with pytest.raises(load("encoder_check").Disagreement, match="saccade_unpadded" if unpadded else "saccade differs"):

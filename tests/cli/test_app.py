@@ -192,8 +192,11 @@ def test_explain_of_dynamic_masks():
     assert "-> gather: gathers the kept keys" in out
 
 
-def test_explain_of_bias_and_mask():
+def test_explain_of_bias_mask_and_window():
     assert "bias[1x8x128x128]+grad" in answer(Call(heads=8, kv_heads=8, q_len=128, kv_len=128, bias="1x8x128x128", bias_grad=True, needs_grad=True), "cpu", None)  # fmt: skip
+    assert "window=(64, None)" in answer(Call(q_len=128, kv_len=128, window="64, none"), "cpu", None)
+    assert "window=(64, 8)" in answer(Call(operation="attention_varlen", q_len=128, kv_len=128, window="64,8"), "cpu", None)
+    assert "window=9" in answer(Call(operation="dynamic_mask_attention", q_len=128, kv_len=128, keep=4, window="9"), "cpu", None)
     assert "mask[128x1]" in answer(Call(q_len=128, kv_len=4, mask="128x1"), "cpu", None)
 
 
@@ -212,6 +215,20 @@ def test_explain_of_bias_and_mask():
         ),
         (Call(keep=4), None, None, "keep is 4; attention has no such argument, dynamic_mask_attention has"),
         (Call(documents=True), None, None, "documents is True; attention has no such"),
+        (Call(window="64"), None, None, r"window is '64'; of attention it is \(left, right\), as 64,64 or 64,none"),
+        (Call(window="64,-1"), None, None, r"window is '64,-1'; of attention it is"),
+        (
+            Call(operation="dynamic_mask_attention", keep=4, window="6,4"),
+            None,
+            None,
+            "window is '6,4'; of dynamic_mask_attention it is a number",
+        ),
+        (
+            Call(operation="nm_sparse_attention", window="6,4"),
+            None,
+            None,
+            "window is '6,4'; nm_sparse_attention has no such argument",
+        ),
         (Call(dtype="int8"), None, None, "dtype is 'int8'; allowed are bf16"),
         (Call(batch=-1), None, None, "none may be negative"),
         (Call(bias_grad=True), None, None, "bias_grad is True and no bias is given"),

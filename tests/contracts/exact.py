@@ -95,7 +95,12 @@ class AttentionContract:
             pytest.skip(
                 "torch adds up rounded dS: of a bias constant over the keys, whose gradient cancels, only rounding is left"
             )
-        results = check_attention(case, dtype, DEVICE, self.backend, lse=self.has_lse)
+        try:
+            results = check_attention(case, dtype, DEVICE, self.backend, lse=self.has_lse)
+        except saccade.UnsupportedProblem as refusal:
+            if case.window is None:
+                raise
+            pytest.skip(str(refusal).splitlines()[-1])
         assert {"out", "dq", "dk", "dv"} <= {r.name for r in results}
         assert all(r.ok or r.ratio <= self.slack > 1.0 for r in results), report(case, results)
 

@@ -12,12 +12,12 @@ import saccade  # noqa: F401 (it registers the ops)
 from saccade.engine.record import BACKWARD_TOO, Differentiable, DifferentiableOrNone, Fields, Same, Size
 
 SCHEMAS = """
-saccade::attention_backward(Tensor dout, Tensor? dlse, Tensor? out, Tensor lse, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? lengths, Tensor? seed, float dropout_p, bool is_causal, float scale, bool bias_grad, str backend) -> (Tensor, Tensor, Tensor, Tensor)
-saccade::attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? lengths, Tensor? seed, float dropout_p, bool is_causal, float scale, str backend) -> (Tensor, Tensor)
-saccade::attention_packed_backward(Tensor dout, Tensor? dlse, Tensor? out, Tensor lse, Tensor qkv, Tensor? mask, Tensor? bias, Tensor? lengths, Tensor? seed, float dropout_p, bool is_causal, float scale, bool bias_grad, str backend) -> (Tensor, Tensor)
-saccade::attention_varlen_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? bias, Tensor? seed, SymInt max_q, SymInt max_k, float dropout_p, int causal, float scale, bool bias_grad, str backend) -> (Tensor, Tensor, Tensor, Tensor)
-saccade::attention_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? bias, Tensor? seed, SymInt max_q, SymInt max_k, float dropout_p, int causal, float scale, str backend) -> (Tensor, Tensor)
-saccade::attention_varlen_packed_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor qkv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? bias, Tensor? seed, SymInt max_q, SymInt max_k, float dropout_p, int causal, float scale, bool bias_grad, str backend) -> (Tensor, Tensor)
+saccade::attention_backward(Tensor dout, Tensor? dlse, Tensor? out, Tensor lse, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? lengths, Tensor? seed, float dropout_p, bool is_causal, float scale, bool bias_grad, str backend, int window_left=-1, int window_right=-1) -> (Tensor, Tensor, Tensor, Tensor)
+saccade::attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? lengths, Tensor? seed, float dropout_p, bool is_causal, float scale, str backend, int window_left=-1, int window_right=-1) -> (Tensor, Tensor)
+saccade::attention_packed_backward(Tensor dout, Tensor? dlse, Tensor? out, Tensor lse, Tensor qkv, Tensor? mask, Tensor? bias, Tensor? lengths, Tensor? seed, float dropout_p, bool is_causal, float scale, bool bias_grad, str backend, int window_left=-1, int window_right=-1) -> (Tensor, Tensor)
+saccade::attention_varlen_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? bias, Tensor? seed, SymInt max_q, SymInt max_k, float dropout_p, int causal, float scale, bool bias_grad, str backend, int window_left=-1, int window_right=-1) -> (Tensor, Tensor, Tensor, Tensor)
+saccade::attention_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? bias, Tensor? seed, SymInt max_q, SymInt max_k, float dropout_p, int causal, float scale, str backend, int window_left=-1, int window_right=-1) -> (Tensor, Tensor)
+saccade::attention_varlen_packed_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor qkv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? bias, Tensor? seed, SymInt max_q, SymInt max_k, float dropout_p, int causal, float scale, bool bias_grad, str backend, int window_left=-1, int window_right=-1) -> (Tensor, Tensor)
 saccade::dynamic_mask_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, SymInt keep, bool is_causal, float scale, str backend) -> (Tensor, Tensor, Tensor, Tensor)
 saccade::dynamic_mask_forward(Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, SymInt keep, bool is_causal, float scale, str backend) -> (Tensor, Tensor)
 saccade::dynamic_mask_intervals(Tensor key_scores, SymInt keep, SymInt q_len, bool is_causal, Tensor? lengths, Tensor? document_ids, SymInt sinks=0, SymInt window=0) -> (Tensor, Tensor)
@@ -59,7 +59,7 @@ def test_fields():
     assert fields.schema() == f"Tensor query, Tensor key, Tensor value, {tensors}"
     assert fields.schema(packed=True) == f"Tensor qkv, {tensors}"
     assert fields.defaults() == ["int extra=0"]
-    assert (fields.tensors, fields.count, fields.whole) == (6, 9, 10)
+    assert (fields.tensors, fields.plain, fields.count, fields.whole) == (6, 8, 9, 10)
     assert fields.names[fields.extra] == "bias"
     assert fields.same == [(4, 3)]
 

@@ -20,7 +20,8 @@ def ends_of(lengths, sequences):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [32, 40, 64])
 @pytest.mark.parametrize("causal", [False, True])
-def test_one_graph_serves_every_batch(dtype, dim, causal, monkeypatch):
+@pytest.mark.parametrize("window", [None, (20, 9)], ids=str)
+def test_one_graph_serves_every_batch(dtype, dim, causal, window, monkeypatch):
     seen = []
     forward = token_launches.forward
     monkeypatch.setattr(token_launches, "forward", lambda *given: (seen.append(1), forward(*given)))
@@ -30,7 +31,7 @@ def test_one_graph_serves_every_batch(dtype, dim, causal, monkeypatch):
     ends = ends_of([100, 150, 3], sequences)
 
     def step():
-        out = saccade.attention_varlen(*leaves, ends, ends, 150, 150, is_causal=causal, backend="ragged")
+        out = saccade.attention_varlen(*leaves, ends, ends, 150, 150, is_causal=causal, window=window, backend="ragged")
         return out, *torch.autograd.grad(out, leaves, dout)
 
     stream = torch.cuda.Stream()
@@ -46,7 +47,7 @@ def test_one_graph_serves_every_batch(dtype, dim, causal, monkeypatch):
         ends.copy_(ends_of(lengths, sequences))
         graph.replay()
         exact = [x.detach().double().requires_grad_() for x in leaves]
-        out = saccade.attention_varlen(*exact, ends, ends, 150, 150, is_causal=causal, backend="reference")
+        out = saccade.attention_varlen(*exact, ends, ends, 150, 150, is_causal=causal, window=window, backend="reference")
         expected = (out, *torch.autograd.grad(out, exact, dout.double()))
         for got, want in zip(found, expected, strict=True):
             # of a single key dq and dk are 0, and the kernel's are what rounding left

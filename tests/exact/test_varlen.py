@@ -164,7 +164,7 @@ def test_a_remembered_call_does_not_vouch_for_another():
         assert call(leaf, key, value, ends, **right).requires_grad
     # of other lengths for the keys, torch's packed attention would align a causal mask otherwise
     for other in (ends, ends.clone()):
-        call_of = (query, key, value, ends, other, 1, 1, 0.0, UPPER_LEFT, None, False, None, False, "auto")
+        call_of = (query, key, value, ends, other, 1, 1, 0.0, UPPER_LEFT, None, False, None, None, False, "auto")
         assert api._prepare(call_of, False).problem.same_lengths == (other is ends)
 
 
@@ -564,7 +564,7 @@ def test_flash_attn_names():
 @pytest.mark.parametrize(
     "option",
     [
-        {"window_size": (4, 0)},
+        {"window_size": (4, -2)},
         {"softcap": 3.0},
         {"alibi_slopes": torch.ones(2)},
         {"block_table": torch.ones(1)},

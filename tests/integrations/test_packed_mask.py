@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.integrations import packed_mask
+from saccade.integrations import mask_functions, packed_mask
 from saccade.integrations import transformers as integration
 from saccade.integrations.packed_mask import PackedMask
 
@@ -140,10 +140,21 @@ def test_compiled(part):
     same(ours(**batch(ROWS)).logits, expected)
 
 
-def test_a_window_needs_its_mask(runs):
+def test_a_window_is_that_of_each_sequence(runs):
     ours, theirs = pair("Mistral", sliding_window=3, head_dim=8)
     same(outputs(ours, **batch(ROWS)), outputs(theirs, **batch(ROWS)))
-    assert not runs
+    assert runs == [6] * LAYERS
+
+
+def test_a_mask_with_a_window_is_formed():
+    arguments = {"inputs_embeds": torch.zeros(2, 9, 32), "attention_mask": None, "past_key_values": None}
+    masks = [
+        transformers.masking_utils.create_sliding_window_causal_mask(model.config, position_ids=torch.tensor(ROWS), **arguments)
+        for model in pair("Mistral", sliding_window=3, head_dim=8)
+    ]
+    assert (type(masks[0]), masks[0].window) == (PackedMask, (2, None))
+    assert copy.deepcopy(masks[0]).window == (2, None)
+    assert torch.equal(masks[0].formed(), masks[1])
 
 
 @pytest.mark.parametrize("more", ["and_mask_function", "or_mask_function", "block_sequence_ids"])
@@ -234,7 +245,7 @@ def functions_of_masks():
     return found | {
         "causal": (both(code.causal_mask_function, positions, numbers), True),
         "bidirectional": (both(code.bidirectional_mask_function, positions, numbers), False),
-        "window": (both(code.sliding_window_causal_mask_function(3), positions, numbers), False),
+        "window": (both(code.sliding_window_causal_mask_function(3), positions, numbers), True),
         "one or the other": (code.or_masks(apart, causal), False),
         "a third": (code.and_masks(apart, causal, code.bidirectional_mask_function), False),
     }
@@ -253,8 +264,8 @@ def test_functions_over_other_numbers_are_others():
     def over(number):
         return lambda: number
 
-    assert packed_mask._fits(over(3), over(3), {})
-    assert not packed_mask._fits(over(4), over(3), {})
+    assert mask_functions.fits(over(3), over(3), {})
+    assert not mask_functions.fits(over(4), over(3), {})
 
 
 def test_a_mask_is_copied_and_shared():

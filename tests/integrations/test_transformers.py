@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import saccade
+from saccade.integrations import mask_forms
 from saccade.integrations import transformers as integration
 
 transformers = pytest.importorskip("transformers")
@@ -306,7 +307,7 @@ def test_padding_of_an_encoder_is_one_row(side):
     out, _ = integration.attention_forward(_Layer(), query, key, value, mask)
     expected = saccade.attention(query, key, value, padding.bool()[:, None, None, :])
     torch.testing.assert_close(out, expected.transpose(1, 2))
-    assert integration._key_padding(mask).shape == (3, 1, 1, 9)
+    assert mask_forms.key_padding(mask).shape == (3, 1, 1, 9)
 
 
 def test_a_mask_that_hides_nothing_is_no_mask():

@@ -341,12 +341,15 @@ def ragged_rows(arch: int) -> list[dict]:
     return rows
 
 
-# D, dtype, features, of token tiles: each dtype with and without dropout and a causal mask; the second holds most. Float32 takes D = 32 alone here
+# D, dtype, features, of token tiles: each dtype with and without dropout and a causal mask; the second holds most. Float32 takes D = 32 alone here,
+# and more than 64 comes with a window
 TOKENS = [
     (64, "bfloat16", ()), (64, "bfloat16", ("causal", "dropout", "dlse", "grouped")), (32, "float16", ()), (32, "float32", ()),
     (64, "float16", ("causal",)), (32, "bfloat16", ("dropout",)), (32, "float32", ("causal", "dropout")), (64, "float16", ("dropout", "dlse")),
     (32, "float32", ("dropout", "dlse")), (32, "float16", ("causal", "dropout")), (64, "bfloat16", ("causal",)), (32, "bfloat16", ("causal",)),
-    (48, "float16", ("dropout",)), (32, "float32", ("causal",)),
+    (48, "float16", ("dropout",)), (32, "float32", ("causal",)), (64, "bfloat16", ("window",)), (128, "bfloat16", ("window", "grouped")),
+    (256, "bfloat16", ("window", "grouped")), (128, "float16", ("window", "dropout", "dlse")), (256, "float32", ("window",)),
+    (64, "float16", ("window", "causal", "dropout", "dlse", "grouped")),
 ]  # fmt: skip
 
 
@@ -361,7 +364,7 @@ def token_rows(arch: int) -> list[dict]:
     token_launches.capture_id = lambda device: 1  # nothing reads the numbers of a tensor during a capture
     recorders = [Recorder(token_launches, name) for name in list(vars(token_launches)) if name.endswith("_kernel")]
     rows = []
-    for dim, dtype, features in sampled(TOKENS, arch, {0, 1}, every=7):
+    for dim, dtype, features in sampled(TOKENS, arch, {0, 1, 14, 16}, every=7):
         make = functools.partial(torch.empty, device="meta")
         query, key, value, out, dout = (
             make(5000, 2 if "grouped" in features and place in (1, 2) else 4, dim, dtype=getattr(torch, dtype))
@@ -369,12 +372,15 @@ def token_rows(arch: int) -> list[dict]:
         )
         ends, seed = make(2000, dtype=torch.int32), make(1, dtype=torch.int64) if "dropout" in features else None
         dropout_p, causal = 0.1 if seed is not None else 0.0, BOTTOM_RIGHT if "causal" in features else FULL
-        packed = call.Call(VarlenArgs(query, key, value, ends, ends, None, seed, 200, 200, dropout_p, causal, 0.1))
+        window = (64, 64) if "window" in features else ()
+        packed = call.Call(VarlenArgs(query, key, value, ends, ends, None, seed, 200, 200, dropout_p, causal, 0.1, *window))
         lse = make(4, 5000)
         token_launches.forward(packed, out, lse)
         gradients = tuple(map(torch.empty_like, (query, key, value)))
         token_launches.backward(packed, dout, lse if "dlse" in features else None, out, lse, gradients)
-        name = "tokens-float32" if dtype == "float32" else "tokens-features" if "dropout" in features else "tokens"
+        name = (
+            "tokens-float32" if dtype == "float32" else "tokens-features" if {"dropout", "window"} & set(features) else "tokens"
+        )
         for recorder in recorders:
             rows += [
                 {**row, "problem": "selection" if recorder.__name__ in ("bounds_kernel", "survivors_kernel") else name}

@@ -57,7 +57,7 @@ def test_a_bias(seen, shape, lengths, bias_grad, outside):
     real = torch.randint(1, LENGTH + 1, (BATCH,), dtype=torch.int32) if lengths else None
     problem = describe_attention(*leaves, bias, 0.0, False, None, False, real, False, False, True)
     prepared, given = Prepared(Plan(problem, SHORT, named=True)), [x.detach() for x in (*leaves, bias)]
-    args = AttentionArgs(*given[:3], None, given[3], real, None, 0.0, False, DIM**-0.5, prepared.launches)
+    args = AttentionArgs(*given[:3], None, given[3], real, None, 0.0, False, DIM**-0.5, launches=prepared.launches)
     known = dict(zip(("query", "key", "value", "bias"), given, strict=True)) | ({"lengths": real} if lengths else {})
     out, lse = OPS.launchers("short").forward(args)
     by_python = [named(seen[-1], known | {"out": out})]
@@ -101,7 +101,7 @@ def test_a_bias_for_each_window(seen, shape, layout):
     assert (problem.windows, problem.host_counts) == (4, False)
     prepared = Prepared(Plan(problem, SHORT, named=True))
     folded = [in_one_batch(x.detach()) for x in (*leaves, bias)]
-    args = AttentionArgs(*folded[:3], None, folded[3], None, None, 0.0, False, DIM**-0.5, prepared.launches)
+    args = AttentionArgs(*folded[:3], None, folded[3], None, None, 0.0, False, DIM**-0.5, launches=prepared.launches)
     known = dict(zip(("query", "key", "value", "bias"), (*leaves, bias), strict=True))
     out, lse = OPS.launchers("short").forward(args)
     by_python = [named(seen[-1], known | {"out": out})]
@@ -136,7 +136,7 @@ def test_windows_that_are_copied_stay_with_python(seen):
     bias = torch.randn(4, HEADS, LENGTH, LENGTH, dtype=torch.float16)
     problem = describe_attention(*leaves, bias, 0.0, False, None, False, None, False, False, False)
     prepared = Prepared(Plan(problem, SHORT, named=True))
-    args = AttentionArgs(*map(in_one_batch, leaves), None, bias, None, None, 0.0, False, 0.25, prepared.launches)
+    args = AttentionArgs(*map(in_one_batch, leaves), None, bias, None, None, 0.0, False, 0.25, launches=prepared.launches)
     out, lse = OPS.launchers("short").forward(args)
     call = (*leaves, bias, 0.0, False, 0.25, False, None, False, "short")
     again.offer(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse))
@@ -152,7 +152,7 @@ def test_what_stays_with_python(seen):
     ):
         problem = describe_attention(*leaves, bias, 0.0, False, None, False, None, False, False, False)
         prepared = Prepared(Plan(problem, SHORT, named=True))
-        args = AttentionArgs(*leaves, None, bias, None, None, 0.0, False, 0.25, prepared.launches)
+        args = AttentionArgs(*leaves, None, bias, None, None, 0.0, False, 0.25, launches=prepared.launches)
         out, lse = OPS.launchers("short").forward(args)
         before = len(native.calls)
         again.offer(prepared, (*leaves, bias, 0.0, False, 0.25, False, None, False, "short"), (*leaves, bias), args, out, lse)

@@ -169,7 +169,7 @@ def check(
     problem = describe_attention(*split, None, dropout_p, False, None, kv_heads != HEADS, real, False, packed, True)
     prepared = Prepared(Plan(problem, chosen, named=True))
     seed = torch.tensor([5]) if dropout_p else None
-    args = AttentionArgs(*split, None, None, real, seed, dropout_p, False, 0.125, prepared.launches)
+    args = AttentionArgs(*split, None, None, real, seed, dropout_p, False, 0.125, launches=prepared.launches)
     out, lse = run_forward(args)
     by_python = {"forward": named(seen.pop(), given | {"out": out})}
     dout = torch.randn(BATCH, length, HEADS, 64, dtype=torch.bfloat16).transpose(1, 2)

@@ -302,7 +302,7 @@ def test_causal_masks_of_two_alignments_are_two_kinds(seen):
     tensors, ends_q, ends_k, longest_q, longest_k = batch([5, 9, 1], [7, 16, 2])
     rest = (longest_q, longest_k, 0.0)
     for count, causal in enumerate((FULL, UPPER_LEFT, BOTTOM_RIGHT), 1):
-        attend((*tensors, ends_q, ends_k, *rest, causal, None, False, None, False, "ragged"))
+        attend((*tensors, ends_q, ends_k, *rest, causal, None, False, None, None, False, "ragged"))
         assert len(native.calls) == count
 
 
@@ -336,7 +336,42 @@ def test_a_capture_is_left_to_python(seen, monkeypatch):
     """In a graph host time does not count, and Python then takes other launches."""
     given = batch([5, 9, 1])
     assert run(seen, given)
-    call = again.call_of((*given[0], *given[1:], 0.0, FULL, None, False, None, False, "ragged"), None)
+    call = again.call_of((*given[0], *given[1:], 0.0, FULL, None, False, None, None, False, "ragged"), None)
     assert again.made(call) is not None
     monkeypatch.setattr(recorded_triton, "capturing", [1])
     assert again.made(call) is None
+
+
+@pytest.mark.parametrize("window", [(3, 3), (3, 4), (None, 2)], ids=str)
+def test_a_window_is_left_to_python(seen, window):
+    """Calls that differ in the window alone share no replay: C++ remembers none that has one, and finds none for it."""
+    given = batch([5, 9, 1])
+    plain = run(seen, given)
+    assert len(plain) == len(native.calls) == 1
+    tensors, ends, _, longest, _ = given
+    out = saccade.attention_varlen(*tensors, ends, ends, longest, longest, backend="ragged", window=window)
+    expected = saccade.attention_varlen(*tensors, ends, ends, longest, longest, backend="reference", window=window)
+    torch.testing.assert_close(out[:-1], expected[:-1], atol=4e-3, rtol=4e-3)
+    assert len(seen) == len(native.calls) == 1
+    dense = [x[None].transpose(1, 2) for x in tensors]
+    assert native.calls.key((*dense, None, 0.0, False, None, False, None, None, False, "auto")) is not None
+    assert native.calls.key((*dense, None, 0.0, False, None, False, None, window, False, "auto")) is None
+
+
+def test_ops_with_a_window_are_left_to_python(seen, monkeypatch):
+    """Compiled programs call ops, whose calls C++ replays too."""
+    asked = []
+    monkeypatch.setattr(op_again, "made", asked.append)
+    tensors, ends, _, longest, _ = batch([5, 9, 1])
+    call = (*tensors, ends, ends, None, None, longest, longest, 0.0, FULL, 0.25, "reference")
+    (plain, lse), (windowed, _) = (torch.ops.saccade.attention_varlen_forward(*call, *window) for window in ((), (2, -1)))
+    assert asked[0] is not None
+    assert asked[1] is None
+    assert not torch.equal(plain, windowed)
+    rest = (*tensors, ends, ends, None, None, longest, longest, 0.0, FULL, 0.25, False, "reference")
+    plain, windowed = (
+        torch.ops.saccade.attention_varlen_backward(plain, None, plain, lse, *rest, *window) for window in ((), (2, -1))
+    )
+    assert asked[2] is not None
+    assert asked[3] is None
+    assert not torch.equal(plain[2], windowed[2])

@@ -103,7 +103,7 @@ def test_only_what_is_refused_or_means_nothing_is_no_pair():
     never = {frozenset(name for name, _ in pair) for pairs in cover._FORBIDDEN.values() for pair in pairs}
     assert never == {
         frozenset({"causal", "mask"}), frozenset({"lengths", "mask"}), frozenset({"packed", "grouped"}), frozenset({"packed", "cross"}),
-        frozenset({"window", "causal"}),
+        frozenset({"window", "causal"}), frozenset({"window", "bias"}), frozenset({"window", "cross"}),
     }  # fmt: skip
 
 

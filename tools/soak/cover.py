@@ -42,7 +42,7 @@ _ATTENTION: Space = {"mask": MASKS, "dropout": _FLAG, "causal": _FLAG, "lengths"
 _PACKED: Space = {"mask": MASKS[:-1], "dropout": _FLAG, "causal": _FLAG, "lengths": _FLAG, "lse_grad": _FLAG}
 _VARLEN: Space = {
     "causal": (FULL, UPPER_LEFT, BOTTOM_RIGHT), "dropout": _FLAG, "bias": _FLAG, "grouped": _FLAG, "lse_grad": _FLAG, "packed": _FLAG,
-    "cross": _FLAG, "tail": (0, 3),
+    "cross": _FLAG, "tail": (0, 3), "window": (None, (4, 9)),
 }  # fmt: skip
 _RANKS: Space = {"keep": (7, 1, 1000), "sinks": (0, 4), "window": (0, 9), "ties": _FLAG}
 _DYNAMIC: Space = {
@@ -121,7 +121,13 @@ _CAUSAL_MASK = _never(*((("causal", True), ("mask", kind)) for kind in MASKS[1:]
 _FORBIDDEN = {
     "attention": _CAUSAL_MASK | _never((("lengths", True), ("mask", "windows"))),
     "attention_qkvpacked": _CAUSAL_MASK,
-    "attention_varlen": _never((("packed", True), ("grouped", True)), (("packed", True), ("cross", True))),
+    # windows of queries and keys that differ in lengths are no kernel's
+    "attention_varlen": _never(
+        (("packed", True), ("grouped", True)),
+        (("packed", True), ("cross", True)),
+        (("window", (4, 9)), ("bias", True)),
+        (("window", (4, 9)), ("cross", True)),
+    ),
     "dynamic_mask_attention": _never((("window", 9), ("causal", False))),
     "nm_sparse_attention": _CAUSAL_MASK,
 }

@@ -5,7 +5,7 @@ batch rows there are, which of the places it is, and how it is called; the seed 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -99,6 +99,14 @@ def _dim(draw: Draw, sizes: Sizes) -> int:
     return draw.family.choice(sizes.dims if tile is None else [d for d in LARGE.dims if cover.tile_of(d) == tile])
 
 
+def _window(draw: Draw, plain: bool, probability: float) -> tuple[int | None, int | None] | None:
+    """A sliding window, seldom one that is open on a side. plain: whether the call has nothing that excludes one. An entry of a covering list has the
+    window that it names: kernels that know none would decline it, and with it what else it covers."""
+    widths = (0, 1, 4, 9, 33, 64, 300, None)
+    drawn = (draw.family.choice(widths), draw.family.choice(widths)) if _chance(draw.family, probability) else None
+    return draw.given("window", None if draw.choices else drawn) if plain else None
+
+
 def _tokens(draw: Draw, sizes: Sizes, drawn: tuple[int, int]) -> tuple[int, int]:
     """Queries and keys: as they were drawn, or the longer of the tile that an entry names, and one or many queries."""
     tile = draw.choices.get("longest")
@@ -171,7 +179,7 @@ def _featured(draw: Draw, sizes: Sizes, dropout_p: float, shape: tuple[int, int,
         shape = (batch * images, *shape[1:])
     else:
         windows = 0
-    return Case(
+    case = Case(
         "drawn", *shape, _dim(draw, sizes),
         is_causal=draw.given("causal", kind is None and _chance(family, _OFTEN)),
         mask="bool" if kind == "bool" else None,
@@ -180,6 +188,8 @@ def _featured(draw: Draw, sizes: Sizes, dropout_p: float, shape: tuple[int, int,
         lengths=draw.given("lengths", _chance(family, _OFTEN) and not windows), dropout_p=dropout_p,
         lse_grad=draw.given("lse_grad", _chance(family, 0.5)), packed=packed, windows=windows,
     )  # fmt: skip
+    # drawn last, so that the other cases of a seed stay as they were
+    return replace(case, window=_window(draw, kind is None, 0.1))
 
 
 def _varlen(draw: Draw, sizes: Sizes, dropout_p: float) -> VarlenCase:
@@ -193,12 +203,13 @@ def _varlen(draw: Draw, sizes: Sizes, dropout_p: float) -> VarlenCase:
     most = max(1, min(2 * sizes.batch, _MOST_SCORES // max(1, heads * max(longest) ** 2)))
     sequences = draw.stack.randint(1, most)
     q_lengths, k_lengths = (_lengths(draw.own, sizes, sequences, n) for n in longest)
-    return VarlenCase(
+    case = VarlenCase(
         "drawn", q_lengths, k_lengths if cross and not packed else None, heads, kv_heads, _dim(draw, sizes),
         causal=draw.given("causal", family.choice((FULL, FULL, UPPER_LEFT, BOTTOM_RIGHT))), dropout_p=dropout_p,
         bias=draw.given("bias", _chance(family, 0.2)), lse_grad=draw.given("lse_grad", _chance(family, 0.5)), packed=packed,
         tail=draw.given("tail", draw.stack.choice((0, 0, 3))),
     )  # fmt: skip
+    return replace(case, window=_window(draw, not case.bias, 0.3))
 
 
 def _lengths(draw: Random, sizes: Sizes, sequences: int, longest: int) -> tuple[int, ...]:

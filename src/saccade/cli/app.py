@@ -139,7 +139,10 @@ def explain(
     pattern: Annotated[str, typer.Option(help="nm_sparse_attention: N:M, keys kept of how many.")] = "2:4",
     blocks: Annotated[bool, typer.Option("--blocks", help="nm_sparse_attention: a block_mask is given.")] = False,
     sinks: Annotated[int, typer.Option(help="dynamic_mask_attention: first keys that are always kept.")] = 0,
-    window: Annotated[int, typer.Option(help="dynamic_mask_attention: newest keys that are always kept.")] = 0,
+    window: Annotated[
+        str | None,
+        typer.Option(help="A sliding window, as 64,64 or 64,none; dynamic_mask_attention: newest keys that are always kept."),
+    ] = None,
     dense_first: Annotated[int, typer.Option(help="nm_sparse_attention: first keys that are never pruned.")] = 0,
     dense_recent: Annotated[int, typer.Option(help="nm_sparse_attention: newest keys that are never pruned.")] = 0,
     lengths: Annotated[bool, typer.Option("--lengths", help="Key-padding lengths are given.")] = False,

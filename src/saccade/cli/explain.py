@@ -28,8 +28,8 @@ from saccade.operations import OPERATIONS
 class Call:
     """A call in numbers; `mask` and `bias` are shapes written as 1x8x128x128.
 
-    is_causal: None for the default of the operation. keep, documents, sinks, window: only for `dynamic_mask_attention`. pattern, blocks,
-    dense_first, dense_recent: only for `nm_sparse_attention`.
+    is_causal: None for the default of the operation. keep, documents, sinks: only for `dynamic_mask_attention`. pattern, blocks,
+    dense_first, dense_recent: only for `nm_sparse_attention`. window: as 64,64 or 64,none; for `dynamic_mask_attention` a number of keys.
     """
 
     operation: str = "attention"
@@ -53,7 +53,7 @@ class Call:
     pattern: str = "2:4"
     blocks: bool = False
     sinks: int = 0
-    window: int = 0
+    window: str | None = None
     dense_first: int = 0
     dense_recent: int = 0
 
@@ -72,7 +72,7 @@ _TAKEN_BY = {
     "pattern": ("nm_sparse_attention",),
     "blocks": ("nm_sparse_attention",),
     "sinks": ("dynamic_mask_attention",),
-    "window": ("dynamic_mask_attention",),
+    "window": ("attention", "attention_varlen", "dynamic_mask_attention"),
     "dense_first": ("nm_sparse_attention",),
     "dense_recent": ("nm_sparse_attention",),
 }
@@ -157,10 +157,22 @@ def _arguments(
         "is_causal": causal, "scale": None, "enable_gqa": call.heads != call.kv_heads, "lengths": lengths,
         "return_lse": call.return_lse, "packed": False, "needs_grad": call.needs_grad,
         "key_scores": torch.empty(key.shape[:3], device="meta"), "keep": call.keep, "add_scores": True,
-        "sinks": call.sinks, "window": call.window, "dense_first": call.dense_first, "dense_recent": call.dense_recent,
+        "sinks": call.sinks, **_window_of(call), "dense_first": call.dense_first, "dense_recent": call.dense_recent,
         "document_ids": torch.empty(call.batch, call.kv_len, dtype=torch.int32, device="meta") if call.documents else None,
         "pattern": call.pattern, "block_mask": torch.empty(tiles, dtype=torch.bool, device="meta") if call.blocks else None,
     }  # fmt: skip
+
+
+def _window_of(call: Call) -> dict[str, Any]:
+    keys = call.operation == "dynamic_mask_attention"
+    if call.window is None:
+        return {"window": 0 if keys else None}
+    ends = [None if part.strip() == "none" else part.strip() for part in call.window.split(",")]
+    if len(ends) != (1 if keys else 2) or not all(end is None or end.isdigit() for end in ends) or (keys and ends[0] is None):
+        form = "a number of keys, as 64" if keys else "(left, right), as 64,64 or 64,none"
+        raise InvalidArgument(f"window is {call.window!r}; of {call.operation} it is {form}")
+    numbers = [None if end is None else int(end) for end in ends]
+    return {"window": numbers[0] if keys else tuple(numbers)}
 
 
 def _placed(problem: Any, device: torch.device, arch: int) -> Any:

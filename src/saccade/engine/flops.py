@@ -54,11 +54,17 @@ def by_pairs(
 
     pairs: of a query and a key, for the record of a call. unpack: query, key and value of a first argument that holds all three.
     """
-    names = ("qkv", *fields.names[3:]) if unpack else fields.names
+    # fields with defaults stand behind the own arguments of an op
+    names = (*fields.names[: fields.plain], *([None] * (2 if before else 1)), *fields.names[fields.plain :])
+    if unpack is not None:
+        names = ("qkv", *names[3:])
     found = backward_flops if before else forward_flops
 
     def formula(*given: Any, out_val: Any = None, **named: Any) -> int:
-        call = dict(zip(names, given[before:], strict=False)) | {name: named[name] for name in names if name in named}
+        pairs_of_names = zip(names, given[before:], strict=False)
+        call = {name: x for name, x in pairs_of_names if name is not None} | {
+            name: named[name] for name in names if name in named
+        }
         if unpack is not None:
             call |= dict(zip(fields.names[:3], unpack(call.pop("qkv")), strict=True))
         args = fields.record(**call)

@@ -23,6 +23,7 @@ from saccade.engine.arguments import (
 )
 from saccade.engine.kinds import check_kinds
 from saccade.engine.layout import shares_memory
+from saccade.engine.window import Window, shown_window
 from saccade.hardware import arch_of
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -60,6 +61,8 @@ class Problem:
     # W, where tensors `[images, W, H, T, D]` are the batch rows of images times W windows, and a bias `[W, H, Tq, Tk]` is that of
     # the windows in every image
     windows: int = 0
+    # of keys around each query; None where it hides nothing
+    window: Window | None = None
     # False where the call is compiled, captured or repeated by C++
     host_counts: bool = True
     # False where the call is compiled or captured; for kernels that C++ cannot launch
@@ -109,6 +112,7 @@ class Problem:
             parts.append(f"{'mask' if self.mask == 'bool' else 'bias'}[{shape}]{'+grad' if self.bias_grad else ''}")
         flags = (
             (self.windows > 0, f"windows={self.windows}"),
+            (self.window is not None, shown_window(self.window or (None, None))),
             (self.lengths, "lengths"),
             (self.dropout_p > 0, f"dropout={self.dropout_p:g}"),
             (self.return_lse, "lse"),
@@ -204,7 +208,7 @@ def made_again(problem: Problem) -> bool:
     """Whether C++ can repeat such a call (`saccade.native`)."""
     if problem.mask == "bias" and problem.heads != problem.kv_heads:
         return False  # the gradient of a bias leaves dK and dV of each query head, which Python adds up
-    return problem.rank == 4 and not problem.return_lse
+    return problem.rank == 4 and not problem.return_lse and problem.window is None
 
 
 def replayed(tensor: Tensor) -> bool:

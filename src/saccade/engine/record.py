@@ -33,7 +33,8 @@ _KINDS: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "boo
 class Fields:
     """The fields of a record, whose tensors come first: query, key and value, the others, the numbers, then what no op takes.
 
-    tensors, count, whole: how many fields are tensors, how many an op takes, and how many an autograd.Function takes. extra: the place of the one tensor with a gradient after query, key and
+    tensors, plain, count, whole: how many fields are tensors, how many an op takes before its own arguments and in all, and how many an
+    autograd.Function takes. extra: the place of the one tensor with a gradient after query, key and
     value. same: pairs of places from `Same`.
     """
 
@@ -48,6 +49,8 @@ class Fields:
             name: _type(*of) for name, of in zip(self.names[: self.count], zip(kinds, marks, strict=True), strict=False)
         }
         written = list(self.types.values())
+        # fields with defaults stand last in an op, behind its own arguments
+        self.plain = sum(name not in record._field_defaults for name in self.types)
         self.tensors = sum(kind.startswith("Tensor") for kind in written)
         self.extra = next(i for i, marked in enumerate(marks) if i > 2 and _GRADIENT in marked)
         same = [(i, mark.field) for i, marked in enumerate(marks) for mark in marked if isinstance(mark, Same)]

@@ -21,6 +21,7 @@ from saccade.engine.layout import unpack
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.prepare import Prepared, traced
 from saccade.engine.sharded import BHTD, Dims, call_on_shards, is_dtensor, placed
+from saccade.engine.window import check_window, ends_of
 from saccade.errors import InvalidArgument
 from saccade.exact.again import offer
 from saccade.exact.args import AttentionArgs, AttentionCall, PackedCall
@@ -34,6 +35,7 @@ from saccade.exact.varlen.nested import attention_nested
 
 _PLACED = placed(AttentionCall)
 _PACKED_PLACED = placed(PackedCall)
+_WINDOW = AttentionCall._fields.index("window")
 
 
 # for type checkers, by what `return_lse` says: one tensor, or two
@@ -49,6 +51,7 @@ def attention(
     enable_gqa: bool = False,
     *,
     lengths: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -64,6 +67,7 @@ def attention(
     enable_gqa: bool = False,
     *,
     lengths: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...
@@ -79,6 +83,7 @@ def attention(
     enable_gqa: bool = False,
     *,
     lengths: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -93,6 +98,7 @@ def attention(
     enable_gqa: bool = False,
     *,
     lengths: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -114,6 +120,9 @@ def attention(
         scale: factor on the scores, `1/sqrt(D)` by default.
         lengths: int32 or int64 `[B]`, number of real keys of each batch row. Keys beyond it are invisible and may hold anything,
             NaN included. The values are checked, which waits for the device once for each tensor.
+        window: `(left, right)`: query i sees the keys i - left to i + right; None for no limit on a side. Both are counted from the first token, as
+            a causal mask is. With `is_causal=True` a key must lie within both. Cost and memory grow with the tokens times the width of the
+            window, at any length. Excludes `attn_mask`. As under a mask, a NaN beyond the window may reach the output.
         return_lse: also return the natural log-sum-exp of the scores, float32 `[B, H, Tq]` (differentiable).
         backend: "auto", or the name of one backend, which either runs or raises; see `saccade.explain`.
 
@@ -130,11 +139,15 @@ def attention(
     Source:
         the whole-row kernels follow the forward and backward listings of "Fast Attention For Short Sequences" (paper 002).
     """
-    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, backend)
+    call: tuple = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, window, return_lse, backend)
     if not torch.compiler.is_compiling() and native.calls is not None:
         found = native.calls.run(*call)
         if found is not None:
             return found
+    if window is not None:
+        # as plain numbers, by which a call is remembered; C++ remembers none with a window
+        window = check_window(window)
+        call = (*call[:_WINDOW], window, *call[_WINDOW + 1 :])
     if is_causal_bias(attn_mask):
         attn_mask, is_causal = checked_unbiased(attn_mask, is_causal, query, key)
         return attention(**AttentionCall(*call)._replace(attn_mask=attn_mask, is_causal=is_causal)._asdict())
@@ -143,7 +156,7 @@ def attention(
     if isinstance(query, Tensor) and query.is_nested:
         return attention_nested(*call)
     # `is False` and not a truth test: a value that is no flag is refused when the call is described
-    if return_lse is False and type(backend) is str and backend == "auto" and enable_gqa is False:
+    if window is None and return_lse is False and type(backend) is str and backend == "auto" and enable_gqa is False:
         found = on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale, lengths)
         if found is not None:
             return found
@@ -183,9 +196,8 @@ def _args_of(
     if lengths is not None:
         lengths = checked_lengths(lengths, problem.kv_len, any_width=prepared.backend.attend is not None)
     seed = draw_seed(problem, prepared.backend)
-    return AttentionArgs(
-        query, key, value, mask, bias, lengths, seed, problem.dropout_p, problem.is_causal, problem.scale, prepared.launches
-    )
+    numbers = (problem.dropout_p, problem.is_causal, problem.scale, *ends_of(problem.window))
+    return AttentionArgs(query, key, value, mask, bias, lengths, seed, *numbers, prepared.launches)
 
 
 @overload
@@ -197,6 +209,7 @@ def attention_qkvpacked(
     scale: float | None = None,
     *,
     lengths: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -209,6 +222,7 @@ def attention_qkvpacked(
     scale: float | None = None,
     *,
     lengths: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...
@@ -221,6 +235,7 @@ def attention_qkvpacked(
     scale: float | None = None,
     *,
     lengths: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -232,6 +247,7 @@ def attention_qkvpacked(
     scale: float | None = None,
     *,
     lengths: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -240,7 +256,7 @@ def attention_qkvpacked(
     Args:
         qkv: `[B, S, 3, H, D]`, as a linear layer of width `3 * H * D` produces it, with a contiguous last dim; a DTensor may be
             sharded by batch or heads.
-        attn_mask, dropout_p, is_causal, scale, lengths, return_lse, backend: as in `attention`, with Tq = Tk = S.
+        attn_mask, dropout_p, is_causal, scale, lengths, window, return_lse, backend: as in `attention`, with Tq = Tk = S.
 
     Returns:
         out `[B, S, H, D]`, ready for the output projection, or `(out, lse)` with lse float32 `[B, H, S]`.
@@ -252,12 +268,15 @@ def attention_qkvpacked(
     Source:
         "Fast Attention For Short Sequences" (paper 002), whose kernel takes packed QKV.
     """
-    call = (qkv, attn_mask, dropout_p, is_causal, scale, lengths, return_lse, backend)
+    call = (qkv, attn_mask, dropout_p, is_causal, scale, lengths, window, return_lse, backend)
     if not torch.compiler.is_compiling() and native.calls is not None:
         found = native.calls.run(*call)
         if found is not None:
             return found
     check_packed(qkv)
+    if window is not None:
+        window = check_window(window)
+        call = PackedCall(*call)._replace(window=window)
     if type(qkv) is not Tensor and is_dtensor(qkv):
         return _packed_on_shards(call)
     if is_causal_bias(attn_mask):
@@ -310,13 +329,14 @@ def explain(
     enable_gqa: bool = False,
     *,
     lengths: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: bool = False,
 ) -> str:
     """Say which backend and configuration `attention` would use for these arguments, and why it would not use each of the
     others.
 
     Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse: as in `attention`. Only their
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, window, return_lse: as in `attention`. Only their
             metadata is read, and nothing is computed.
 
     Returns:
@@ -333,6 +353,6 @@ def explain(
         query, key, value = broadcast(query, key, value, enable_gqa)
     needs_grad = gradient_needed(query, key, value, attn_mask)
     problem = describe_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, needs_grad
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, needs_grad, window
     )
     return _explain(BACKENDS, problem)

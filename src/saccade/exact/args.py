@@ -8,6 +8,7 @@ from torch import Tensor
 
 from saccade.engine.record import BACKWARD_TOO, Differentiable, DifferentiableOrNone
 from saccade.engine.sharded import BATCH, BHTD, Dims, scores_dims
+from saccade.engine.window import NO_LIMIT
 from saccade.launch.cache import LaunchCache
 
 
@@ -23,6 +24,7 @@ class AttentionCall(NamedTuple):
     scale: float | None
     enable_gqa: bool
     lengths: Annotated[Tensor | None, BATCH]
+    window: tuple | None
     return_lse: bool
     backend: str
 
@@ -36,6 +38,7 @@ class PackedCall(NamedTuple):
     is_causal: bool
     scale: float | None
     lengths: Annotated[Tensor | None, BATCH]
+    window: tuple | None
     return_lse: bool
     backend: str
 
@@ -46,6 +49,7 @@ class AttentionArgs(NamedTuple):
     Shapes: query `[B, H, Tq, D]`, key and value `[B, Hkv, Tk, D]`, mask (bool, True = attend) and bias (float, added)
     broadcastable to `[B, H, Tq, Tk]`, or a bias for each of W windows (see `windows_of`), lengths int32 `[B]` (int64 too for
         backends in plain torch), seed int64 `[1]` (the Philox key; None without dropout).
+    window_left, window_right: of a sliding window, NO_LIMIT for none; a call with one has neither mask nor bias.
     launches: what the backend's launchers remember of calls that differ from this one only in their data; None for a call that
         was not prepared.
     """
@@ -60,6 +64,8 @@ class AttentionArgs(NamedTuple):
     dropout_p: float
     is_causal: bool
     scale: float
+    window_left: int = NO_LIMIT
+    window_right: int = NO_LIMIT
     launches: Annotated[LaunchCache | None, BACKWARD_TOO] = None
 
 

@@ -58,7 +58,7 @@ class Ops:
     ):
         self.name, self.rows, self.shapes = name, rows, shapes
         self.fields = fields = Fields(record)
-        self.record, self.tensors, self.count = fields.record, fields.tensors, fields.count
+        self.record, self.tensors, self.count, self.plain = fields.record, fields.tensors, fields.count, fields.plain
         self.keeps_launches = "launches" in fields.names
         self.replay_forward, self.replay_backward = replayed
         self.by_name = {backend.name: backend for backend in backends}
@@ -70,9 +70,11 @@ class Ops:
 
     def _define(self, pairs: Callable[[Any], int], out: str) -> None:
         self._library, fields, unpack = fragment(), self.fields, self.rows.unpack
-        before, after = f"Tensor dout, Tensor? dlse, {out}, Tensor lse", "bool bias_grad, str backend"
+        # behind what belongs to the op, so that programs exported without them still run
+        last = ", ".join(["str backend", *fields.defaults()])
+        before, after = f"Tensor dout, Tensor? dlse, {out}, Tensor lse", f"bool bias_grad, {last}"
         define = self._library.define
-        define(f"{self.name}_forward({fields.schema()}, str backend) -> (Tensor, Tensor)")
+        define(f"{self.name}_forward({fields.schema()}, {last}) -> (Tensor, Tensor)")
         define(f"{self.name}_backward({before}, {fields.schema()}, {after}) -> (Tensor, Tensor, Tensor, Tensor)")
         define(f"{self.name}_packed_backward({before}, {fields.schema(packed=True)}, {after}) -> (Tensor, Tensor)")
         self.forward_op = self._register("forward", self._forward, self._fake_forward, by_pairs(fields, pairs))
@@ -99,7 +101,7 @@ class Ops:
         """(out, lse) of a backend with its own kernels; called through the op if the call is traced or otherwise observed."""
         if eager(*args[: self.tensors]):
             return self.launchers(backend).forward(args)
-        return self.forward_op(*args[: self.count], backend)
+        return self.forward_op(*args[: self.plain], backend, *args[self.plain : self.count])
 
     def backward(
         self, args: Any, dout: Tensor, dlse: Tensor | None, out: Tensor | None, lse: Tensor, bias_grad: bool, backend: str
@@ -107,7 +109,8 @@ class Ops:
         """(dq, dk, dv, dbias); dbias is only valid if `bias_grad` is set."""
         if eager(dout, dlse, *args[: self.tensors]):
             return self.launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=None)
-        return self.backward_op(dout, dlse, out, lse, *args[: self.count], bias_grad, backend)
+        last = args[self.plain : self.count]
+        return self.backward_op(dout, dlse, out, lse, *args[: self.plain], bias_grad, backend, *last)
 
     def packed_backward(
         self,
@@ -125,7 +128,8 @@ class Ops:
             dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
             *_, dbias = self.launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=dqkv)
             return dqkv, dbias
-        return self.packed_backward_op(dout, dlse, out, lse, qkv, *args[3 : self.count], bias_grad, backend)
+        last = args[self.plain : self.count]
+        return self.packed_backward_op(dout, dlse, out, lse, qkv, *args[3 : self.plain], bias_grad, backend, *last)
 
     # --- what the Functions call
 
@@ -145,11 +149,12 @@ class Ops:
     # --- implementations of the ops, and their fakes
 
     def _forward(self, *given):
-        call = self.replay_forward.call(given)
+        # C++ replays no call with a window: what has defaults is there only where it differs from them
+        call = self.replay_forward.call(given) if len(given) == self.plain + 1 else None
         found = op_again.made(call)
         if found is not None:
             return found
-        *arguments, backend = given
+        arguments, (backend,) = self._apart(given, 1)
         args, offers = self._args(arguments, call)
         results = self.launchers(backend).forward(args)
         if offers:
@@ -157,11 +162,12 @@ class Ops:
         return results
 
     def _backward(self, *given):
-        call = self.replay_backward.call(given)
+        call = self.replay_backward.call(given) if len(given) == self.plain + 6 else None
         found = op_again.made(call)
         if found is not None:
             return found
-        dout, dlse, out, lse, *arguments, bias_grad, backend = given
+        dout, dlse, out, lse = given[:4]
+        arguments, (bias_grad, backend) = self._apart(given[4:], 2)
         args, offers = self._args(arguments, call)
         dq, dk, dv, dbias = self.launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=None)
         results = dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
@@ -170,17 +176,22 @@ class Ops:
         return results
 
     def _packed_backward(self, dout, dlse, out, lse, qkv, *call):
-        *arguments, bias_grad, backend = call
-        args = self.record(*self.rows.unpack(qkv), *arguments)
+        arguments, (bias_grad, backend) = self._apart((*self.rows.unpack(qkv), *call), 2)
+        args = self.record(*arguments)
         dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         *_, dbias = self.launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=dqkv)
         return dqkv, lse.new_empty(0) if dbias is None else dbias
 
-    def _args(self, arguments: list, call: tuple | None) -> tuple[Any, bool]:
+    def _apart(self, given: tuple, own: int) -> tuple[tuple, tuple]:
+        """The fields of a record among the arguments of an op, and its own arguments, which stand before the fields with defaults."""
+        behind = self.plain + own
+        return (*given[: self.plain], *given[behind:]), given[self.plain : behind]
+
+    def _args(self, arguments: tuple, call: tuple | None) -> tuple[Any, bool]:
         """The record of a call, and whether it is to be described to C++; launchers then note in it what they work out."""
         offers = call is not None and op_again.may_offer(call, arguments[0])
         if offers and self.keeps_launches:
-            return self.record(*arguments, LaunchCache()), True
+            return self.record(*arguments, launches=LaunchCache()), True
         return self.record(*arguments), offers
 
     def _offer_forward(self, backend: str, args: Any, call: Any, results: Any) -> None:
@@ -192,23 +203,24 @@ class Ops:
 
     def _offer_backward(self, backend: str, args: Any, call: Any, given: tuple, results: Any) -> None:
         chosen, planned = self.by_name[backend.rpartition(":")[2]], None
-        dout, dlse, out, lse, bias_grad = *given[:4], given[-2]
+        dout, dlse, out, lse, bias_grad = *given[:4], given[4 + self.plain]
         if chosen.describe_backward is not None and dlse is None and not bias_grad and op_again.ran(chosen, *self.shapes(args)):
             planned = chosen.describe_backward(args, dout, out, lse, results[:3], self.replay_backward.places(call))
         op_again.offer(self.replay_backward, call, results, chosen, args, planned)
 
     def _fake_forward(self, *given):
-        args = self.record(*given[:-1])
+        args = self.record(*self._apart(given, 1)[0])
         lse = args.query.new_empty(self.rows.lse(args.query), dtype=torch.float32)
         return self.rows.like(args.query, args.value.shape[-1]), lse
 
     def _fake_backward(self, dout, dlse, out, lse, *call):
-        args = self.record(*call[:-2])
-        return *(self.rows.like(x) for x in args[:3]), _fake_dbias(lse, args.bias, call[-2])
+        arguments, (bias_grad, _) = self._apart(call, 2)
+        args = self.record(*arguments)
+        return *(self.rows.like(x) for x in args[:3]), _fake_dbias(lse, args.bias, bias_grad)
 
     def _fake_packed_backward(self, dout, dlse, out, lse, qkv, *call):
-        bias = call[self.fields.extra - 3]
-        return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), _fake_dbias(lse, bias, call[-2])
+        bias, bias_grad = call[self.fields.extra - 3], call[self.plain - 3]
+        return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), _fake_dbias(lse, bias, bias_grad)
 
 
 def _fake_dbias(lse: Tensor, bias: Tensor | None, bias_grad: bool) -> Tensor:

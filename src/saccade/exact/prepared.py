@@ -13,6 +13,7 @@ from saccade.exact.backends import BACKENDS
 from saccade.exact.problem import describe_attention, must_broadcast
 
 _find = finder("attention", AttentionCall)
+_WINDOW = AttentionCall._fields.index("window")
 
 
 def prepare_attention(call: tuple, packed: bool) -> Prepared | None:
@@ -28,4 +29,5 @@ def prepare_attention(call: tuple, packed: bool) -> Prepared | None:
     check_kinds(query=query, key=given.key, value=given.value, attn_mask=given.attn_mask, lengths=given.lengths)
     if must_broadcast(query, given.key, given.value, given.enable_gqa):
         return None
-    return prepare(signed, describe_attention, (*call[:-1], packed, needs_grad), BACKENDS, given.backend)
+    described = (*call[:_WINDOW], given.return_lse, packed, needs_grad, given.window)
+    return prepare(signed, describe_attention, described, BACKENDS, given.backend)

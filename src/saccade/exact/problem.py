@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from saccade.engine.kinds import check_kinds_but_sharded
-from saccade.engine.problem import Problem, describe, repeated_by_cpp, shape_of_mask
+from saccade.engine.problem import Problem, describe, repeated_by_cpp, replayed, shape_of_mask
+from saccade.engine.window import Window, check_alone, check_window, restricting
 from saccade.errors import InvalidArgument
 from saccade.exact.args import AttentionArgs, windows_of
 from saccade.hardware import arch_of
@@ -27,6 +28,7 @@ def describe_attention(
     return_lse: bool,
     packed: bool,
     needs_grad: bool,
+    window: Window | None = None,
 ) -> Problem:
     """Check the arguments of `attention` and describe the call; of windows with a bias for each, as the one batch that
     `in_one_batch` makes of them.
@@ -34,9 +36,14 @@ def describe_attention(
     Raises:
         InvalidArgument: as `describe`.
     """
+    window = check_window(window)
     problem = describe(
         "attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad,
     )  # fmt: skip
+    if window is not None:
+        check_alone(window, "attn_mask", attn_mask)
+        # C++ repeats no call with a window
+        return replace(problem, window=restricting(window, problem.is_causal), host_counts=not replayed(query))
     if attn_mask is None or not _has_bias_for_each_window(problem, tuple(attn_mask.shape)):
         return problem
     images, windows = problem.batch_shape

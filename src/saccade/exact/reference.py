@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from saccade.engine import dense
 from saccade.engine.backend import Backend
 from saccade.engine.philox import dropout_keep
 from saccade.engine.problem import Problem
+from saccade.engine.window import NO_LIMIT, in_window
 from saccade.exact.args import AttentionArgs, repeated
 
 
@@ -26,7 +28,7 @@ def attend(args: AttentionArgs, problem: Problem | None = None) -> tuple[Tensor,
         args.key,
         args.value,
         scale=args.scale,
-        mask=args.mask,
+        mask=args.mask if args.mask is not None else _window_of(args),
         bias=None if args.bias is None else repeated(args.bias, batch),
         lengths=args.lengths,
         is_causal=args.is_causal,
@@ -34,6 +36,14 @@ def attend(args: AttentionArgs, problem: Problem | None = None) -> tuple[Tensor,
         dropout_p=args.dropout_p,
     )
     return out.to(args.query.dtype), lse
+
+
+def _window_of(args: AttentionArgs) -> Tensor | None:
+    """The mask of a window, `[Tq, Tk]`; a call with one has no other."""
+    if (args.window_left, args.window_right) == (NO_LIMIT, NO_LIMIT):
+        return None
+    rows, keys = (torch.arange(x.shape[2], device=x.device) for x in args[:2])
+    return in_window(rows[:, None], keys, args.window_left, args.window_right)
 
 
 REFERENCE = Backend(

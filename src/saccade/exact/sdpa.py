@@ -20,11 +20,12 @@ from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend
 from saccade.engine.first_order import applied
 from saccade.engine.problem import Problem
-from saccade.engine.rule import taken
+from saccade.engine.rule import Rule, taken
 from saccade.engine.torch_sdpa import scaled_as_torch_takes_it, torch_attention
 from saccade.engine.tracing import eager
 from saccade.exact.args import AttentionArgs, repeated
 from saccade.exact.lse import WithLse, with_lse
+from saccade.exact.sdpa_window import attend_with_window, why_not_with_window
 
 _LARGEST = 1e15  # keys and values below it, times queries of any use, stay finite scores in float32
 _ROW_WORK = 2**19  # of heads, keys, head dim and queries: a row of about 50 us on one core, four times what its own call costs
@@ -35,6 +36,8 @@ _MOST_ROWS = 2**16 - 1  # batch rows that some of torch's fused CUDA kernels cou
 
 
 def _why_not(problem: Problem) -> list[str]:
+    if problem.window is not None:
+        return why_not_with_window(problem, _why_not)
     reasons = _why_no_lse(problem) if problem.return_lse else []
     return reasons + _why_not_so_many_rows(problem) if problem.device_type == "cuda" else reasons
 
@@ -90,6 +93,8 @@ class _Call(NamedTuple):
 
 
 def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | None]:
+    if problem.window is not None:
+        return attend_with_window(args, problem, _attend)
     key, value, mask, is_causal = args.key, args.value, args.mask, args.is_causal
     if mask is not None:
         mask = _of_rank(mask, problem.rank)
@@ -372,6 +377,12 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def _rule(problem: Problem) -> Rule:
+    if problem.window is not None and problem.device_type == "cuda":
+        return Rule("with a window it copies keys and reads a mask; not measured beside kernels that know windows")
+    return taken(None, "no kernel that can run was measured faster")
+
+
 SDPA = Backend(
     is_torch=True,
     name="sdpa",
@@ -380,7 +391,7 @@ SDPA = Backend(
     operation="attention",
     summary="torch.nn.functional.scaled_dot_product_attention",
     why_not=_why_not,
-    prefers=lambda problem: True,
-    rule=lambda problem: taken(None, "no kernel that can run was measured faster"),
+    prefers=lambda problem: not _rule(problem).against,
+    rule=_rule,
     attend=_attend,
 )

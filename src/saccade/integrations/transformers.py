@@ -19,6 +19,7 @@ from torch import Tensor
 
 from saccade.engine.arguments import check_choice, shown
 from saccade.engine.problem import captured
+from saccade.engine.window import Window
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention
 from saccade.exact.backends import BACKENDS as ATTENTION_BACKENDS
@@ -27,8 +28,11 @@ from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL
 from saccade.exact.varlen.backends import BACKENDS as VARLEN_BACKENDS
 from saccade.hardware import has_package
 from saccade.integrations.borders import bordered, by_positions
-from saccade.integrations.packed_mask import PackedMask, formed, packed_mask
+from saccade.integrations.mask_forms import key_padding, with_bias
+from saccade.integrations.packed_mask import PackedMask, packed_mask
 from saccade.integrations.registration import Registration
+from saccade.integrations.unformed import formed
+from saccade.integrations.window_mask import window_for, window_mask
 from saccade.nm_sparse.api import nm_sparse_attention
 from saccade.nm_sparse.backends import BACKENDS as NM_SPARSE_BACKENDS
 from saccade.nm_sparse.problem import check_dense, parse_pattern
@@ -36,6 +40,7 @@ from saccade.nm_sparse.problem import check_dense, parse_pattern
 _logger = logging.getLogger("saccade")
 
 _REGISTERED: set[str] = set()
+_TAKE_WINDOWS = frozenset(("auto", "ragged", "sdpa", "reference"))
 _PACKS = frozenset(("auto", *(backend.name for backend in VARLEN_BACKENDS)))
 
 # arguments that change the result in a way that is not supported here; any value except None must stop the call
@@ -136,10 +141,10 @@ def boolean_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of transformers for "sdpa", bool `[B, 1, Tq, Tk]` or None, with four differences.
+    """The mask of transformers for "sdpa", bool `[B, 1, Tq, Tk]` or None, with five differences.
 
     A mask that hides nothing is None while a graph is captured or exported too. A pure key-padding mask is one row, expanded over the queries without memory, which `attention_forward` recognises by its
-    stride. The causal mask of packed sequences is a `PackedMask`, which has no memory either. And a causal mask is omitted only where
+    stride. The causal mask of packed sequences is a `PackedMask`, that of a sliding window a `WindowMask`, which have no memory either. And a causal mask is omitted only where
     the layer will know that it is causal.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, causal_mask_function
@@ -157,6 +162,9 @@ def boolean_mask(
     packed = packed_mask(mask_function, attention_mask, q_length, kv_length)
     if packed is not None:
         return packed
+    windowed = window_mask(mask_function, attention_mask, q_length, kv_length, kwargs)
+    if windowed is not None:
+        return windowed
     # layers of such a model claim not to be causal, and leave causality to the mask
     by_mask = bool(getattr(config, "use_bidirectional_attention", False))
     # more keys than queries without a mask: an empty static cache, or only the last tokens; a layer could not tell which
@@ -223,21 +231,27 @@ def attention_forward(
         mask = by_positions(module, position_ids, query, key)
     if isinstance(mask, PackedMask) and position_bias is None and backend in _PACKS and mask.holds_for(query, key):
         both = (mask.ends, mask.ends), (mask.longest, mask.longest)
-        return _packed_attention(query, key, value, *both, dropout, True, scaling, backend), None
-    attention_mask = formed(mask)
+        return _packed_attention(query, key, value, *both, dropout, True, scaling, backend, mask.window), None
+    window = None
+    if position_bias is None and backend in _TAKE_WINDOWS:
+        window = window_for(mask, query, key, cu_seq_lens_q, cu_seq_lens_k)
+    attention_mask = formed(mask) if window is None else None
     packed = _is_packed(query, key, attention_mask, position_bias, cu_seq_lens_q)
     # without a bound the whole row is one: every bucket of lengths is launched then
     longest = query.shape[2] if max_length_q is None else max_length_q, key.shape[2] if max_length_k is None else max_length_k
-    _check_carried_by_mask(attention_mask, int(longest[1]) if packed else key.shape[2], sliding_window)
-    causal = _is_causal(module, query, key, attention_mask, is_causal)
+    _check_carried_by_mask(
+        attention_mask, int(longest[1]) if packed else key.shape[2], sliding_window if window is None else None
+    )
+    causal = window is None and _is_causal(module, query, key, attention_mask, is_causal)
     if packed:
         assert cu_seq_lens_q is not None, "packed says so"
         ends = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
-        return _packed_attention(query, key, value, ends, longest, dropout, causal, scaling, backend), None
+        return _packed_attention(query, key, value, ends, longest, dropout, causal, scaling, backend, window), None
     if cu_seq_lens_q is not None and cu_seq_lens_q.numel() > 2:
         attention_mask, causal = bordered(attention_mask, query, key, cu_seq_lens_q, cu_seq_lens_k, causal), False
     call = _arguments(query, key, value, attention_mask, position_bias, causal)
-    return _tokens(attention(*call[:4], dropout, call[4], scaling, query.shape[1] != key.shape[1], backend=backend)), None
+    options = dropout, call[4], scaling, query.shape[1] != key.shape[1]
+    return _tokens(attention(*call[:4], *options, window=window, backend=backend)), None
 
 
 def nm_sparse_forward(
@@ -327,11 +341,11 @@ def _arguments(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, position_bias: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
     """query, key, value, attn_mask and is_causal in the form that our functions take."""
-    mask = _key_padding(attention_mask)
+    mask = key_padding(attention_mask)
     if causal and (mask is not None or position_bias is not None):  # torch takes one of mask and is_causal
         visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         mask, causal = visible if mask is None else mask & visible, False
-    return query, key, value, mask if position_bias is None else _with_bias(mask, position_bias), causal
+    return query, key, value, mask if position_bias is None else with_bias(mask, position_bias), causal
 
 
 def _tokens(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -369,28 +383,15 @@ def _packed_attention(
     causal: bool,
     scaling: float | None,
     backend: str,
+    window: Window | None = None,
 ) -> Tensor:
     tokens, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     ends_q, ends_k = (x.to(torch.int32) for x in ends)
     ends_k = ends_q if ends[1] is ends[0] else ends_k
-    options = BOTTOM_RIGHT if causal else FULL, scaling, query.shape[1] != key.shape[1], None, False, backend
+    options = BOTTOM_RIGHT if causal else FULL, scaling, query.shape[1] != key.shape[1], None, window, False, backend
     found = attend_packed((tokens, keys, values, ends_q, ends_k, int(longest[0]), int(longest[1]), dropout, *options))
     assert isinstance(found, Tensor), "the log-sum-exp was not asked for"
     return found.unflatten(0, (query.shape[0], query.shape[2]))
-
-
-def _key_padding(mask: Tensor | None) -> Tensor | None:
-    if mask is None or mask.dim() != 2:
-        # one row for all queries, expanded by `boolean_mask` or by transformers itself
-        shared = mask is not None and mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0
-        return mask[:, :, :1] if mask is not None and shared else mask
-    return mask[:, None, None, :].to(torch.bool)
-
-
-def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
-    if mask is None:
-        return bias
-    return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else bias + mask
 
 
 @functools.cache

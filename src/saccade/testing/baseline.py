@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.engine.dense import attend
 from saccade.testing.cases import Case
 from saccade.testing.dropout import Seeds, dropout_of, seed_generators
-from saccade.testing.inputs import Inputs
+from saccade.testing.inputs import Inputs, mask_of
 from saccade.testing.likely import likely_errors
 from saccade.testing.roundings import UNAVOIDABLE, Roundings
 from saccade.testing.textbook import (
@@ -81,7 +81,7 @@ def oracle_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool) -> Outputs:
         keep, _ = dropout_of(case, x, seed)
         bias = None if x.bias is None else bias_of_rows(case, x.bias)
         return attend(
-            x.query, x.key, x.value, scale=case.head_dim**-0.5, mask=x.mask, bias=bias, lengths=x.lengths, is_causal=case.is_causal,
+            x.query, x.key, x.value, scale=case.head_dim**-0.5, mask=mask_of(case, x), bias=bias, lengths=x.lengths, is_causal=case.is_causal,
             keep=keep, dropout_p=case.dropout_p,
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ class Case:
     mask: "bool" for a boolean mask of shape `mask_shape` (the full `[B, H, Tq, Tk]` if None), in which some queries see nothing.
     bias: shape of an additive bias with gradient. windows: W, where the batch is images times W windows, called as
     `[images, W, H, T, D]`, and the bias is `[W, H, Tq, Tk]`, that of the windows in every image.
-    lengths: real keys of each batch row, the first 0 and the last full.
+    lengths: real keys of each batch row, the first 0 and the last full. window: (left, right) of a sliding window.
     lse_grad: the log-sum-exp gets a gradient too. tags: "quick" (a cross-section), "pooling" (Tq = 1), "large" (slow when
     interpreted), "fallback" (beyond the short kernels).
     calls: of how many calls, as many batch rows each, the outputs are judged together; the bias is then `[calls, *bias]`.
@@ -34,6 +34,7 @@ class Case:
     packed: bool = False
     lse_grad: bool = False
     windows: int = 0
+    window: tuple[int | None, int | None] | None = None
     calls: int = 1
     tags: frozenset[str] = frozenset()
 

@@ -111,6 +111,17 @@ def make(
     return Inputs(query, key, value, mask, bias, lengths, dout, dlse)
 
 
+def mask_of(case: Case, inputs: Inputs) -> Tensor | None:
+    """What hides keys beside lengths and a causal mask: the mask, or a window as `[Tq, Tk]`."""
+    if case.window is None:
+        return inputs.mask
+    assert inputs.mask is None, "a call has a mask or a window"
+    rows, keys = (torch.arange(x.shape[2], device=x.device) for x in (inputs.query, inputs.key))
+    left, right = case.window
+    ahead = keys - rows[:, None]
+    return (ahead >= (-case.q_len if left is None else -left)) & (ahead <= (case.kv_len if right is None else right))
+
+
 def time_first(tensor: Tensor) -> Tensor:
     """`[B, H, T, D]` as a view of `[T, B, H, D]`, as `nn.MultiheadAttention` has it."""
     return tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)

@@ -12,7 +12,7 @@ from saccade.engine.dense import visible
 from saccade.engine.softmax import softmax
 from saccade.testing.cases import Case
 from saccade.testing.dropout import Seeds, dropout_of
-from saccade.testing.inputs import Inputs
+from saccade.testing.inputs import Inputs, mask_of
 
 
 class Call(NamedTuple):
@@ -51,7 +51,7 @@ def call_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool, half_sums: bool 
     dlse = inputs.dlse.float()[..., None] if inputs.dlse is not None and lse else torch.zeros(())
     kept_by_dropout, kept = dropout_of(case, inputs, seed)
     keep = 1.0 if kept_by_dropout is None else kept_by_dropout.float()
-    seen = visible(case.q_len, case.kv_len, inputs.mask, inputs.lengths, case.is_causal, query.device)
+    seen = visible(case.q_len, case.kv_len, mask_of(case, inputs), inputs.lengths, case.is_causal, query.device)
     dweights = (product_in_half if half_sums else torch.matmul)(dout, value.mT) * keep / kept
     return Call(
         query, key, value, dout, bias, dlse, keep, kept, seen, case.head_dim**-0.5, inputs.query.dtype, half_sums, dweights

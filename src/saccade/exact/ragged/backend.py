@@ -8,7 +8,8 @@ import torch
 
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.rule import Rule, square, table, taken
-from saccade.exact.ragged.config import FASTER_IN_CHUNKS, MAX_HEAD_DIM, TILES, fits, tile_config
+from saccade.engine.window import shown_window
+from saccade.exact.ragged.config import FASTER_IN_CHUNKS, MAX_HEAD_DIM, TILES, fits, tile_config, token_config
 from saccade.launch.requirements import triton_reasons
 from saccade.launch.triton import pow2
 
@@ -32,6 +33,8 @@ def _why_not(problem: VarlenProblem) -> list[str]:
         reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}")
     if problem.bias is not None:
         reasons += _why_no_bias(problem)
+    if problem.window is not None and not problem.same_lengths:
+        reasons.append(f"takes {shown_window(problem.window)} where queries and keys share one tensor of cu_seqlens, got two")
     return reasons
 
 
@@ -45,7 +48,9 @@ _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 
 def _describe(problem: VarlenProblem) -> str:
-    """The shapes of a batch of more than one launch."""
+    """The shapes of a batch of more than one launch, or of the token tiles of a window."""
+    if problem.window is not None:
+        return _describe_tokens(problem)
     block, size = _block(problem.head_dim), problem.dtype.itemsize
     longest, featured = max(problem.max_q, problem.max_k), problem.bias is not None or problem.dropout_p > 0
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
@@ -68,6 +73,12 @@ def _describe(problem: VarlenProblem) -> str:
     return ", ".join(parts)
 
 
+def _describe_tokens(problem: VarlenProblem) -> str:
+    block, size = _block(problem.head_dim), problem.dtype.itemsize
+    directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
+    return ", ".join([f"{d}: {token_config(d, size, problem.arch, block)}" for d in directions])
+
+
 def _load() -> Launchers:
     from saccade.exact.ragged.launchers import backward, forward
 
@@ -86,6 +97,8 @@ def _rule(problem: VarlenProblem) -> Rule:
     """Follows benchmarks/results/h200/short_ragged.csv."""
     if problem.device_type != "cuda":
         return Rule("the interpreter is for tests")
+    if problem.window is not None:
+        return Rule("with a window these kernels were not measured yet beside torch's packed attention")
     longest, dim = max(problem.max_q, problem.max_k), next((d for d in (32, 64) if problem.head_dim <= d), 128)
     near = next((row for row in _MEASURED if longest <= row[0]), _MEASURED[-1])
     source = table("short_ragged", square(near[0], dim, near[1]))

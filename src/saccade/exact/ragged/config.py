@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from saccade.hardware import SMALL_SHARED
 
 TILES = (16, 32, 64, 128)  # of the buckets; longer sequences take the long form
 MAX_HEAD_DIM = 256
+TOKENS_MAX_DIM = 64  # of token tiles, without a window
 # The bucket from which the kernels of sm_90 for longer sequences (`sm90.py`) are faster than a whole tile where they take the call. Its times
 # forward / backward in ms, those of whole tiles in brackets, of 4,096 sequences of mean 82 and at most 128, 12 heads, bf16, one H200: D = 32
 # 0.360 / 0.744 (0.472 / 0.856), 64 0.453 / 1.032 (0.612 / 1.689), 128 0.861 / 2.410 (1.271 / 3.412). Of 64 tokens 0.179 / 0.347 (0.117 / 0.269) at
@@ -121,3 +123,35 @@ def long_config(direction: str, block_d: int, element_size: int, arch: int) -> L
     if element_size == 4 or arch in SMALL_SHARED:
         return LongConfig(32, 32, 4 if block_d <= 64 else 8, 1)
     return _LONG_CONFIGS[direction][max(block_d, 32)]
+
+
+class TokenConfig(NamedTuple):
+    """tile: tokens of a program. step: tokens beside them at a time."""
+
+    tile: int
+    step: int
+    warps: int
+    stages: int = 1
+
+
+def token_config(direction: str, element_size: int, arch: int, block_d: int = TOKENS_MAX_DIM) -> TokenConfig:
+    """Of five forward and six backward shapes one that was fastest or near it at most sizes on an H100, at D = 32 and 64. float32, which has no matrix unit, takes small tiles.
+
+    Backward takes 64 rows where that was measured and on sm_100. Elsewhere they spill, with grouped heads and dropout 1,624 bytes a thread on sm_80
+    and 1,720 on sm_120. Beyond D = 64, which only windows ask for, nothing was timed: shapes that spill little.
+    """
+    if block_d > TOKENS_MAX_DIM:
+        return _wide(direction, element_size, arch, block_d)
+    if element_size == 4:
+        return TokenConfig(32, 32, 4)
+    if direction == "fwd":
+        return TokenConfig(64, 64, 4, 3)
+    return TokenConfig(64 if arch in (90, 100) else 32, 32, 4)
+
+
+def _wide(direction: str, element_size: int, arch: int, block_d: int) -> TokenConfig:
+    if element_size == 4:
+        return TokenConfig(16, 16, 8)
+    if direction == "fwd":
+        return TokenConfig(64, 64, 4, 2) if block_d <= 128 else TokenConfig(32, 32, 4)
+    return TokenConfig(32, 32, 4) if block_d <= 128 else TokenConfig(16, 16, 4)

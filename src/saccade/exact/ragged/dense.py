@@ -14,10 +14,12 @@ from saccade.engine.backend import Backend, Launchers
 from saccade.engine.layout import unpack
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, taken
+from saccade.engine.window import Window, shown_window
 from saccade.exact.args import AttentionArgs, windows_of
-from saccade.exact.ragged.config import MAX_HEAD_DIM
+from saccade.exact.ragged.config import MAX_HEAD_DIM, token_config
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.launch.requirements import triton_reasons
+from saccade.launch.triton import pow2
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -32,6 +34,15 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
     if problem.dtype not in _DTYPES:
         reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}")
+    return reasons if problem.window is None else reasons + _why_not_with_window(problem, problem.window)
+
+
+def _why_not_with_window(problem: Problem, window: Window) -> list[str]:
+    reasons = []
+    if problem.q_len != problem.kv_len:
+        reasons.append(f"takes {shown_window(window)} where Tq = Tk, got {problem.q_len} and {problem.kv_len}")
+    if problem.lengths:
+        reasons.append(f"takes no lengths beside {shown_window(window)}")
     return reasons
 
 
@@ -42,6 +53,8 @@ def _prefers(problem: Problem) -> bool:
 def _rule(problem: Problem) -> Rule:
     if problem.device_type != "cuda":
         return Rule("the interpreter is for tests")
+    if problem.window is not None:
+        return Rule("with a window it was not measured yet beside torch's function")
     if problem.dtype == torch.float32:
         return Rule("float32 is computed exactly, without matrix units; not measured")
     if problem.head_dim > 128:
@@ -54,6 +67,9 @@ def _rule(problem: Problem) -> Rule:
 
 
 def _describe(problem: Problem) -> str:
+    if problem.window is not None:
+        block, directions = pow2(max(16, problem.head_dim)), ("fwd", "bwd") if problem.needs_grad else ("fwd",)
+        return ", ".join(f"{d}={token_config(d, problem.dtype.itemsize, problem.arch, block)}" for d in directions)
     from saccade.exact.ragged.choice import kind_of_dense, long_form
 
     directions = ("forward", "backward") if problem.needs_grad else ("forward",)
@@ -70,7 +86,7 @@ def _varlen(args: AttentionArgs) -> VarlenArgs:
         bias = expanded(bias, windows_of(bias, batch) or batch, pairs)
     if mask is not None:
         mask = expanded(mask, batch, pairs)
-    return VarlenArgs(*args[:3], lengths, lengths, bias, args.seed, *pairs[1:], args.dropout_p, causal, args.scale, mask)
+    return VarlenArgs(*args[:3], lengths, lengths, bias, args.seed, *pairs[1:], args.dropout_p, causal, args.scale, mask=mask)
 
 
 def expanded(tensor: Tensor, rows: int, pairs: tuple[int, int, int]) -> Tensor:
@@ -79,13 +95,17 @@ def expanded(tensor: Tensor, rows: int, pairs: tuple[int, int, int]) -> Tensor:
 
 
 def _load() -> Launchers:
-    from saccade.exact.ragged import launchers
+    from saccade.exact.ragged import launchers, windowed
 
     def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        if windowed.takes(args):
+            return windowed.forward(args)
         return launchers.forward(_varlen(args))
 
     def backward(args: AttentionArgs, *given: Any, bias_grad: bool, packed: Tensor | None) -> tuple[Any, ...]:
         into = None if packed is None else unpack(packed)
+        if windowed.takes(args):
+            return windowed.backward(args, *given, into=into)
         *gradients, dbias = launchers.backward(_varlen(args), *given, bias_grad=bias_grad, into=into)
         if dbias is not None and args.bias is not None:
             dbias = dbias.sum_to_size((1,) * (4 - args.bias.dim()) + args.bias.shape).view(args.bias.shape).to(args.bias.dtype)

@@ -23,11 +23,11 @@ def _dense_last(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def forward(args: VarlenArgs, configs: Configs = MEASURED) -> tuple[Tensor, Tensor]:
-    """out laid out like query, lse float32 `[H, Tq]`, or `[B, H, Tq]` if dense."""
+def forward(args: VarlenArgs, configs: Configs = MEASURED, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out, that which is given or one laid out like query, lse float32 `[H, Tq]`, or `[B, H, Tq]` if dense."""
     args = args._replace(query=_dense_last(args.query), key=_dense_last(args.key), value=_dense_last(args.value))
     call, query = Call(args, configs), args.query
-    out = _like(query)
+    out = _like(query) if out is None else out
     shape = query.shape[:3] if call.dense else (call.heads, query.shape[0])
     lse = torch.empty(shape, dtype=torch.float32, device=query.device)
     if out.numel() == 0 or args.key.numel() == 0 or call.sequences == 0:

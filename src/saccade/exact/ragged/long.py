@@ -13,6 +13,7 @@ from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, square, table, taken
+from saccade.engine.window import why_no_window
 from saccade.exact import measured
 from saccade.exact.ragged import config
 
@@ -37,7 +38,7 @@ def _why_not(problem: Problem) -> list[str]:
     if problem.device_type != "cuda" or problem.arch != 90:
         device = f"sm_{problem.arch}" if problem.device_type == "cuda" else problem.device_type
         return [f"needs an sm_90 GPU (its wgmma and copy engine), got {device}"]
-    reasons = []
+    reasons = why_no_window(problem.window)
     if problem.dtype not in _DTYPES:
         reasons.append(f"needs bfloat16 or float16, got {problem.dtype}")
     if problem.rank != 4:

@@ -25,7 +25,9 @@ def _varlen(args: AttentionArgs) -> VarlenArgs:
     query, key, value, mask = args[:4]
     pairs = (query.shape[1], query.shape[2], key.shape[2])
     mask = None if mask is None else expanded(mask, query.shape[0], pairs)
-    return VarlenArgs(query, key, value, lengths, lengths, None, args.seed, *pairs[1:], args.dropout_p, causal, args.scale, mask)
+    return VarlenArgs(
+        query, key, value, lengths, lengths, None, args.seed, *pairs[1:], args.dropout_p, causal, args.scale, mask=mask
+    )
 
 
 def _mask_of(args: AttentionArgs) -> Tensor | None:

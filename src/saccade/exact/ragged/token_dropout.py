@@ -6,7 +6,9 @@ A Philox call draws four keys that lie side by side in their sequence. In a tile
 where it computes calls Philox for each pair: four times too often, and for pairs of two sequences too. At 5,181 tokens in 256 sequences, 12 heads of
 D = 64, forward took 52 us with dropout and 12 without, backward 220 and 43 (H100).
 
-Bytes: T H ceil(longest / 32) words at most, of which a row touches ceil(length / 32). Source: Salmon et al., Parallel random numbers (2011).
+With a window the words of a row begin with that of the first key that it sees.
+Bytes: T H ceil(longest / 32) words at most, of which a row touches ceil(length / 32); with a window T H (width / 32 + 2). Source: Salmon et al.,
+Parallel random numbers (2011).
 """
 
 import triton
@@ -19,8 +21,18 @@ def _survives(word, dropout_p):
     return (uniform >= dropout_p).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["total", "longest", "words"])
-def survivors_kernel(seed, bounds, bits, total, longest, words, dropout_p, HEADS: tl.constexpr, TILE: tl.constexpr):
+@triton.jit
+def _first_word(places, left, HAS_WINDOW: tl.constexpr):
+    """The first word that is kept of rows at these places of their sequences: with a window that of the first key that they see."""
+    if HAS_WINDOW:
+        return tl.maximum(places - left, 0) >> 5
+    return 0 * places
+
+
+@triton.jit(do_not_specialize=["total", "longest", "words", "left"])
+def survivors_kernel(
+    seed, bounds, bits, total, longest, words, left, dropout_p, HEADS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
     """bits int32 `[H, total, words]`, the words of each row up to the end of its sequence: the draw of `saccade.engine.philox`."""
     h = tl.program_id(0) % HEADS
     rows = tl.program_id(0) // HEADS * TILE + tl.arange(0, TILE)
@@ -31,8 +43,9 @@ def survivors_kernel(seed, bounds, bits, total, longest, words, dropout_p, HEADS
     key = tl.load(seed)
     needed = tl.minimum((tl.max(last - first) + 31) // 32, words)
     groups = tl.arange(0, 8)[None, :]
+    begin = _first_word(rows - first, left, HAS_WINDOW)[:, None]
     for word in tl.range(0, needed):
-        counter = ((rows - first)[:, None] * ((longest + 3) // 4) + word * 8 + groups).to(tl.uint32)
+        counter = ((rows - first)[:, None] * ((longest + 3) // 4) + (begin + word) * 8 + groups).to(tl.uint32)
         zero = counter * 0
         r0, r1, r2, r3 = tl.philox(key, counter, zero + problem[:, None].to(tl.uint32), zero, zero)
         four = (
@@ -43,14 +56,16 @@ def survivors_kernel(seed, bounds, bits, total, longest, words, dropout_p, HEADS
 
 
 @triton.jit
-def survived(bits, h, total, words, queries, exist, first, start, KEYS: tl.constexpr, DOWN: tl.constexpr):
+def survived(
+    bits, h, total, words, queries, exist, first, start, left, KEYS: tl.constexpr, DOWN: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
     """Which weights survive, bool `[queries, KEYS]`, or `[KEYS, queries]` with DOWN.
 
     queries: rows, with the first row of their sequence; start: the first of KEYS adjacent keys, a row too. What it says of pairs of two sequences has
     no meaning. A row needs KEYS / 32 + 1 of its words. With a load for each pair forward took 99 us, more than with a draw for each.
     """
     place = start - first  # of the first key, negative if the sequence begins behind it
-    at = place >> 5
+    at = (place >> 5) - _first_word(queries - first, left, HAS_WINDOW)
     row = bits + (h.to(tl.int64) * total + queries) * words + at
     columns = tl.arange(0, KEYS)
     low = tl.load(row, mask=exist & (at >= 0) & (at < words), other=0)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.engine.calls import values_known
+from saccade.engine.window import NO_LIMIT
+from saccade.exact.args import AttentionArgs
 from saccade.exact.ragged.call import Call
+from saccade.exact.ragged.config import TOKENS_MAX_DIM, token_config
 from saccade.exact.ragged.launches import Gradients
 from saccade.exact.ragged.token_dropout import survivors_kernel
 from saccade.exact.ragged.tokens import backward_tokens_kernel, bounds_kernel, forward_tokens_kernel
+from saccade.exact.varlen.args import FULL, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.launch.cache import LaunchCache
 from saccade.launch.triton import launch_any
 from saccade.nvrtc.capture import capture_id
@@ -20,39 +23,18 @@ from saccade.nvrtc.capture import capture_id
 # Numbers (tokens x heads x D, D a power of two) up to which token tiles are one launch each way. In a CUDA graph on an H100, us forward + backward,
 # buckets of lengths in brackets, 12 heads, mean 20 tokens, the best shapes: D = 64, 64 sequences 20 (52), 256 sequences 57 (80), 1,024 sequences 194 (184).
 MOST_NUMBERS = 2**23
-_MAX_DIM = 64
 _BLOCK = 128  # tokens of a program of `bounds_kernel`
 _DRAWN = 32  # rows of a program of `survivors_kernel`
 _MAX_KNOWN = 16
 
 
-class TokenConfig(NamedTuple):
-    """tile: tokens of a program. step: tokens beside them at a time."""
-
-    tile: int
-    step: int
-    warps: int
-    stages: int = 1
-
-
-def config_of(direction: str, element_size: int, arch: int) -> TokenConfig:
-    """Of five forward and six backward shapes one that was fastest or near it at most sizes on an H100, at D = 32 and 64. float32, which has no matrix unit, takes small tiles.
-
-    Backward takes 64 rows where that was measured and on sm_100. Elsewhere they spill, with grouped heads and dropout 1,624 bytes a thread on sm_80
-    and 1,720 on sm_120.
-    """
-    if element_size == 4:
-        return TokenConfig(32, 32, 4)
-    if direction == "fwd":
-        return TokenConfig(64, 64, 4, 3)
-    return TokenConfig(64 if arch in (90, 100) else 32, 32, 4)
-
-
 def takes(call: Call) -> bool:
-    """Whether token tiles compute a call: packed self-attention without a bias, while a CUDA graph is captured. Eager calls stay with the launches
-    that C++ repeats."""
+    """Whether token tiles compute a call: packed self-attention without a bias, while a CUDA graph is captured or with a window. Other eager calls
+    stay with the launches that C++ repeats."""
     args = call.args
-    if call.dense or args.cu_seqlens_q is not args.cu_seqlens_k or args.bias is not None or call.block_d > _MAX_DIM:
+    if has_window(args):
+        return True
+    if call.dense or args.cu_seqlens_q is not args.cu_seqlens_k or args.bias is not None or call.block_d > TOKENS_MAX_DIM:
         return False
     if call.total_q != call.total_k or call.total_q * call.heads * call.block_d > MOST_NUMBERS:
         return False
@@ -93,8 +75,32 @@ def _rows(*tensors: Tensor) -> tuple[int, ...]:
     return tuple([x.stride(0) for x in tensors])
 
 
+def has_window(args: VarlenArgs | AttentionArgs) -> bool:
+    """Whether a call has a window, which no other kernel of the family knows."""
+    return (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT)
+
+
 def _varying(call: Call, words: int) -> tuple[int, ...]:
-    return call.total_q, call.sequences, call.sequences.bit_length(), words
+    return call.total_q, call.sequences, call.sequences.bit_length(), words, *_window(call)
+
+
+def _window(call: Call) -> tuple[int, int]:
+    """(left, right), at most all tokens."""
+    args = call.args
+    left, right = (call.total_q if end == NO_LIMIT else min(end, call.total_q) for end in (args.window_left, args.window_right))
+    return left, 0 if _causal(args) else right
+
+
+def _causal(args: VarlenArgs) -> bool:
+    """Whether no query sees a later key. Queries and keys are the same tokens, so that any alignment is one."""
+    return args.causal in HIDE_LATER or args.window_right == 0
+
+
+def _alignment(args: VarlenArgs) -> int:
+    # a window needs no other kernel for its alignment; what has none is compiled as ever
+    if not has_window(args):
+        return args.causal
+    return UPPER_LEFT if _causal(args) else FULL
 
 
 def _survivors(call: Call, bounds: Tensor) -> tuple[Tensor, int]:
@@ -102,24 +108,28 @@ def _survivors(call: Call, bounds: Tensor) -> tuple[Tensor, int]:
     args = call.args
     if args.seed is None:
         return bounds, 0
+    left, right = _window(call)
     words = -(-args.max_k // 32)
+    if has_window(args):  # those from the word that the first key in the window of a row lies in
+        words = min(words, (left + right) // 32 + 2)
     bits = torch.empty((call.heads, call.total_q, words), dtype=torch.int32, device=bounds.device)
     programs = -(-call.total_q // _DRAWN) * call.heads
-    numbers = (args.dropout_p, call.heads, _DRAWN)
-    launch_any(survivors_kernel, programs, (args.seed, bounds, bits), (call.total_q, args.max_k, words), numbers, num_warps=4)
+    varying, numbers = (call.total_q, args.max_k, words, left), (args.dropout_p, call.heads, _DRAWN, has_window(args))
+    launch_any(survivors_kernel, programs, (args.seed, bounds, bits), varying, numbers, num_warps=4)
     return bits, words
 
 
 def forward(call: Call, out: Tensor, lse: Tensor) -> None:
     """out and lse of all tokens."""
-    args, config = call.args, config_of("fwd", call.size, call.arch)
+    args, config = call.args, token_config("fwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
     bounds = bounds_of(args.cu_seqlens_q, call.total_q)
     bits, words = _survivors(call, bounds)
     tensors = (query, key, value, bits, bounds, out, lse)
     numbers = (
         _heads(query, key, value, out), call.head_dim, args.scale, args.dropout_p, _rows(query, key, value, out), call.heads, call.group,
-        config.tile, config.step, call.block_d, args.causal, args.seed is not None, call.masks_dims, config.stages, call.precision,
+        config.tile, config.step, call.block_d, _alignment(args), has_window(args), args.seed is not None, call.masks_dims, config.stages,
+        call.precision,
     )  # fmt: skip
     programs = -(-call.total_q // config.tile) * call.heads
     launch_any(forward_tokens_kernel, programs, tensors, _varying(call, words), numbers, num_warps=config.warps)
@@ -127,7 +137,7 @@ def forward(call: Call, out: Tensor, lse: Tensor) -> None:
 
 def backward(call: Call, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients) -> None:
     """Every gradient of all tokens."""
-    args, config = call.args, config_of("bwd", call.size, call.arch)
+    args, config = call.args, token_config("bwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
     bounds = bounds_of(args.cu_seqlens_q, call.total_q)
     bits, words = _survivors(call, bounds)
@@ -136,7 +146,7 @@ def backward(call: Call, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Te
     owners = call.heads // call.group
     numbers = (
         _heads(*strided), call.head_dim, args.scale, args.dropout_p, _rows(*strided), owners, call.group, config.tile, config.step,
-        call.block_d, args.causal, args.seed is not None, dlse is not None, call.masks_dims, call.precision,
+        call.block_d, _alignment(args), has_window(args), args.seed is not None, dlse is not None, call.masks_dims, call.precision,
     )  # fmt: skip
     programs = -(-call.total_q // config.tile) * owners
     launch_any(backward_tokens_kernel, programs, tensors, _varying(call, words), numbers, num_warps=config.warps)

@@ -16,6 +16,9 @@ queries, and as queries of its keys (seven products). No sum leaves a program: t
 One launch each way at any batch size and any length: neither lists nor lengths on the host. Tokens behind the last sequence have bounds
 without a row between them, so their out and gradients are 0.
 
+With a window, i - left <= j <= i + right, a tile reads the keys from `left` before its first token to `right` behind its last one, and backward as far
+as the longer of both on either side: work grows with the tokens times the width of the window.
+
 A weight of 0 times a NaN is a NaN, and tokens of several sequences share a tile. So a program that finds a NaN in its results computes its
 tile again, a sequence at a time: NaN of one sequence never reaches another.
 Minimum traffic: q, k, v in, out and lse out; backward q, k, v, out, dout, lse in, dq, dk, dv out. Source: paper 002; the running sums after
@@ -28,8 +31,8 @@ import triton.language as tl
 from saccade.exact.ragged.tiles import FULL, LN2, LOG2E
 from saccade.exact.ragged.token_dropout import survived
 
-# arguments that change from batch to batch
-VARYING_TOKENS = ["total", "sequences", "steps", "words"]
+# arguments that change from batch to batch, and a window, which is at most as wide as the tokens; without one nobody reads it
+VARYING_TOKENS = ["total", "sequences", "steps", "words", "left", "right"]
 
 
 @triton.jit(do_not_specialize=VARYING_TOKENS[:3])
@@ -108,19 +111,22 @@ def _has_nan(tile):
 
 
 @triton.jit
-def _visible(rows, first, last, keys, CAUSAL: tl.constexpr):
-    """Which pairs of queries (down) and keys (across) belong to one sequence, and to a causal mask."""
+def _visible(rows, first, last, keys, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Which pairs of queries (down) and keys (across) belong to one sequence, to a causal mask, and to a window."""
     seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None])
     if CAUSAL != FULL:
         seen &= keys[None, :] <= rows[:, None]
+    if HAS_WINDOW:
+        seen &= (keys[None, :] >= rows[:, None] - window[0]) & (keys[None, :] <= rows[:, None] + window[1])
     return seen
 
 
 @triton.jit(do_not_specialize=VARYING_TOKENS)
 def forward_tokens_kernel(
-    query, key, value, bits, bounds, out, lse, total, sequences, steps, words, head_strides, head_dim, scale, dropout_p,
+    query, key, value, bits, bounds, out, lse, total, sequences, steps, words, left, right, head_strides, head_dim, scale, dropout_p,
     ROWS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of tokens. bits, words: of `survivors_kernel`, if HAS_DROPOUT."""
     h = tl.program_id(0) % HEADS
@@ -129,20 +135,23 @@ def forward_tokens_kernel(
     stop, alone = behind, 0 * behind
     while begin < behind:
         rows, exist, real, first, last, low, high = _group(bounds, total, begin, stop, TILE)
-        end = high
+        start_of_keys, end = low, high
         if CAUSAL != FULL:
             end = tl.minimum(high, stop)
+        if HAS_WINDOW:
+            start_of_keys = tl.maximum(low, begin - left)
+            end = tl.minimum(end, stop + right)
         q = _load(query, head_strides[0], ROWS[0], h, rows, real, head_dim, BLOCK_D, MASK_D)
         row_max = tl.full((TILE,), float("-inf"), tl.float32)
         row_sum = tl.zeros((TILE,), tl.float32)
         acc = tl.zeros((TILE, BLOCK_D), tl.float32)
-        for start in tl.range(low, end, STEP, num_stages=STAGES):
+        for start in tl.range(start_of_keys, end, STEP, num_stages=STAGES):
             keys = start + tl.arange(0, STEP)
             k = _load(key, head_strides[1], ROWS[1], h // GROUP, keys, keys < end, head_dim, BLOCK_D, MASK_D)
             v = _load(value, head_strides[2], ROWS[2], h // GROUP, keys, keys < end, head_dim, BLOCK_D, MASK_D)
             # S = scale Q K^T, in base 2
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
-            seen = _visible(rows, first, last, keys, CAUSAL)
+            seen = _visible(rows, first, last, keys, (left, right), CAUSAL, HAS_WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             # a query that has seen no key yet: -inf - -inf would be NaN
@@ -151,7 +160,7 @@ def forward_tokens_kernel(
             rescale = tl.exp2(row_max - shift)
             row_sum = row_sum * rescale + tl.sum(weights, 1)
             if HAS_DROPOUT:
-                kept = survived(bits, h, total, words, rows, real, first, start, STEP, False)
+                kept = survived(bits, h, total, words, rows, real, first, start, left, STEP, False, HAS_WINDOW)
                 weights = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
             acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
             row_max = new_max
@@ -164,8 +173,8 @@ def forward_tokens_kernel(
 
 @triton.jit
 def _side(
-    q, do, shift, delta, dq, k, v, dk, dv, tensors, strides, where, head_dim, factor, start, end,
-    ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    q, do, shift, delta, dq, k, v, dk, dv, tensors, strides, where, window, head_dim, factor, start, end,
+    ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     HAS_DLSE: tl.constexpr, AS_KEYS: tl.constexpr, AS_QUERIES: tl.constexpr, MASK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile from the tokens `start` to `end` beside it: as keys of its queries, and as queries of its keys."""
@@ -178,11 +187,11 @@ def _side(
         if AS_KEYS:
             k2 = _load(key, strides[1], ROWS[1], owner, others, exist, head_dim, BLOCK_D, MASK_D)
             v2 = _load(value, strides[2], ROWS[2], owner, others, exist, head_dim, BLOCK_D, MASK_D)
-            seen = _visible(rows, first, last, others, CAUSAL) & exist[None, :]
+            seen = _visible(rows, first, last, others, window, CAUSAL, HAS_WINDOW) & exist[None, :]
             weights = tl.where(seen, tl.exp2(tl.dot(q, tl.trans(k2), input_precision=PRECISION) * factor - shift[:, None]), 0.0)
             dweights = tl.dot(do, tl.trans(v2), input_precision=PRECISION)
             if HAS_DROPOUT:
-                kept = survived(bits, h, total, words, rows, first < last, first, at, STEP, False)
+                kept = survived(bits, h, total, words, rows, first < last, first, at, window[0], STEP, False, HAS_WINDOW)
                 dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
             dscores = weights * (dweights - delta[:, None])
             dq = tl.dot(dscores.to(q.dtype), k2, dq, input_precision=PRECISION)
@@ -196,12 +205,14 @@ def _side(
             seen = (others[None, :] >= first[:, None]) & (others[None, :] < last[:, None]) & exist[None, :]
             if CAUSAL != FULL:
                 seen &= rows[:, None] <= others[None, :]
+            if HAS_WINDOW:
+                seen &= (rows[:, None] >= others[None, :] - window[0]) & (rows[:, None] <= others[None, :] + window[1])
             weights = tl.where(seen, tl.exp2(tl.dot(k, tl.trans(q2), input_precision=PRECISION) * factor - shift2[None, :]), 0.0)
             dweights = tl.dot(v, tl.trans(do2), input_precision=PRECISION)
             dropped = weights
             if HAS_DROPOUT:
                 begins = tl.load(bounds + others, mask=exist, other=0)
-                kept = survived(bits, h, total, words, others, exist, begins, begin, TILE, True)
+                kept = survived(bits, h, total, words, others, exist, begins, begin, window[0], TILE, True, HAS_WINDOW)
                 dropped = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
                 dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
             dv = tl.dot(dropped.to(q.dtype), do2, dv, input_precision=PRECISION)
@@ -228,10 +239,10 @@ def _row_numbers(
 
 @triton.jit(do_not_specialize=VARYING_TOKENS)
 def backward_tokens_kernel(
-    query, key, value, bits, bounds, dout, out, lse, dlse, dquery, dkey, dvalue, total, sequences, steps, words, head_strides, head_dim,
-    scale, dropout_p, ROWS: tl.constexpr, OWNERS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    query, key, value, bits, bounds, dout, out, lse, dlse, dquery, dkey, dvalue, total, sequences, steps, words, left, right,
+    head_strides, head_dim, scale, dropout_p, ROWS: tl.constexpr, OWNERS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Every gradient of a tile of tokens, for a key head and the query heads of its group."""
     owner = tl.program_id(0) % OWNERS
@@ -241,6 +252,12 @@ def backward_tokens_kernel(
     tensors, factor = (query, key, value, dout, out, lse, dlse), scale * LOG2E
     while begin < behind:
         rows, exist, real, first, last, low, high = _group(bounds, total, begin, stop, TILE)
+        start_of_others, end_of_others = low, high
+        if HAS_WINDOW:
+            # keys of these queries, and queries of these keys
+            reach = tl.maximum(left, right)
+            start_of_others = tl.maximum(low, begin - reach)
+            end_of_others = tl.minimum(high, stop + reach)
         k = _load(key, head_strides[1], ROWS[1], owner, rows, real, head_dim, BLOCK_D, MASK_D)
         v = _load(value, head_strides[2], ROWS[2], owner, rows, real, head_dim, BLOCK_D, MASK_D)
         dk = tl.zeros((TILE, BLOCK_D), tl.float32)
@@ -255,12 +272,12 @@ def backward_tokens_kernel(
             )
             # the pairs of the tile itself: S = scale Q K^T, dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
-            seen = _visible(rows, first, last, rows, CAUSAL)
+            seen = _visible(rows, first, last, rows, (left, right), CAUSAL, HAS_WINDOW)
             weights = tl.where(seen, tl.exp2(scores - shift[:, None]), 0.0)
             dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             dropped = weights
             if HAS_DROPOUT:
-                kept = survived(bits, h, total, words, rows, real, first, begin, TILE, False)
+                kept = survived(bits, h, total, words, rows, real, first, begin, left, TILE, False, HAS_WINDOW)
                 dropped = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
                 dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
             dv = tl.dot(tl.trans(dropped.to(q.dtype)), do, dv, input_precision=PRECISION)
@@ -271,12 +288,12 @@ def backward_tokens_kernel(
             where = (rows, first, last, h, owner, total, begin, bounds, bits, words, dropout_p)
             # tokens before the tile, and behind it: of the first and of the last sequence that reaches beyond it
             dq, dk, dv = _side(
-                q, do, shift, delta, dq, k, v, dk, dv, tensors, head_strides, where, head_dim, factor, low, begin, ROWS, STEP, BLOCK_D,
-                CAUSAL, HAS_DROPOUT, HAS_DLSE, True, CAUSAL == FULL, MASK_D, PRECISION,
+                q, do, shift, delta, dq, k, v, dk, dv, tensors, head_strides, where, (left, right), head_dim, factor, start_of_others,
+                begin, ROWS, STEP, BLOCK_D, CAUSAL, HAS_WINDOW, HAS_DROPOUT, HAS_DLSE, True, CAUSAL == FULL, MASK_D, PRECISION,
             )  # fmt: skip
             dq, dk, dv = _side(
-                q, do, shift, delta, dq, k, v, dk, dv, tensors, head_strides, where, head_dim, factor, stop, high, ROWS, STEP, BLOCK_D,
-                CAUSAL, HAS_DROPOUT, HAS_DLSE, CAUSAL == FULL, True, MASK_D, PRECISION,
+                q, do, shift, delta, dq, k, v, dk, dv, tensors, head_strides, where, (left, right), head_dim, factor, stop,
+                end_of_others, ROWS, STEP, BLOCK_D, CAUSAL, HAS_WINDOW, HAS_DROPOUT, HAS_DLSE, CAUSAL == FULL, True, MASK_D, PRECISION,
             )  # fmt: skip
             _store(dquery, head_strides[5], ROWS[5], h, rows, exist, head_dim, dq * scale, BLOCK_D, MASK_D)
             found_nan |= _has_nan(dq)

@@ -10,6 +10,7 @@ from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Row, Rule, square, table, taken
+from saccade.engine.window import why_no_window
 from saccade.exact import measured
 from saccade.exact.short.measured import gains
 from saccade.hardware import SMALL_SHARED
@@ -31,6 +32,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def _why_not(problem: Problem) -> list[str]:
     reasons = triton_reasons(problem.device_type, problem.arch, problem.dtype)
+    reasons += why_no_window(problem.window)
     if problem.rank != 4:
         reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
     if reasons and torch.compiler.is_compiling():

@@ -115,6 +115,18 @@ def _windows() -> list[Case]:
     ]
 
 
+def _sliding() -> list[Case]:
+    """Sliding windows, among them some of no keys beside a query, and with more queries than keys."""
+    return [
+        _case("sliding", (2, 2, 2, 150, 150, 16), "quick", window=(9, 20), lse_grad=True),
+        _case("sliding-causal-grouped-dropout", (1, 4, 2, 70, 70, 24), window=(33, None), is_causal=True, dropout_p=0.2),
+        _case("sliding-one-sided", (2, 2, 2, 40, 40, 80), window=(None, 3)),
+        _case("sliding-diagonal", (2, 2, 2, 19, 19, 16), window=(0, 0), packed=True),
+        _case("sliding-lengths", (3, 2, 2, 90, 90, 16), window=(5, 64), lengths=True, lse_grad=True),
+        _case("sliding-cross", (2, 4, 2, 90, 30, 16), window=(8, 2), lse_grad=True),
+    ]
+
+
 def _packed() -> list[Case]:
     sizes = (2, 2, 2, 19, 19, 16)
     return [
@@ -144,6 +156,7 @@ ATTENTION: tuple[Case, ...] = (
     *_with_features("small", 13, 21, 16),
     *_with_features("pool", 1, 21, 24),
     *_windows(),
+    *_sliding(),
     *_packed(),
     *_models(),
 )

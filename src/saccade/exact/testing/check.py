@@ -109,13 +109,20 @@ def public_call(case: Case, backend: str, lse: bool) -> Runner:
     def run(x: Inputs) -> tuple[Tensor, Tensor | None]:
         if x.qkv is not None:
             result = attention_qkvpacked(
-                x.qkv, x.attn_mask, case.dropout_p, case.is_causal, lengths=x.lengths, return_lse=lse, backend=backend
+                x.qkv,
+                x.attn_mask,
+                case.dropout_p,
+                case.is_causal,
+                lengths=x.lengths,
+                window=case.window,
+                return_lse=lse,
+                backend=backend,
             )
         else:
             query, key, value = (t.unflatten(0, (-1, case.windows)) if case.windows else t for t in (x.query, x.key, x.value))
             result = attention(
                 query, key, value, x.attn_mask, case.dropout_p, case.is_causal, None, case.heads != case.kv_heads,
-                lengths=x.lengths, return_lse=lse, backend=backend,
+                lengths=x.lengths, window=case.window, return_lse=lse, backend=backend,
             )  # fmt: skip
         out, log_sum = result if isinstance(result, tuple) else (result, None)
         if case.windows:

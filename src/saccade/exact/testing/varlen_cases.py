@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from saccade.exact.varlen.args import BOTTOM_RIGHT, UPPER_LEFT
+from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL_BOTTOM_RIGHT, UPPER_LEFT
 
 
 @dataclass(frozen=True)
 class VarlenCase:
     """One named problem, without its data.
 
-    q_lengths, k_lengths: tokens of each sequence; k_lengths None for self-attention. tail: tokens behind the last sequence.
+    q_lengths, k_lengths: tokens of each sequence; k_lengths None for self-attention. window: (left, right). tail: tokens behind the last sequence.
     """
 
     name: str
@@ -26,6 +26,7 @@ class VarlenCase:
     lse_grad: bool = False
     packed: bool = False
     tail: int = 0
+    window: tuple[int | None, int | None] | None = None
     tags: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
@@ -71,6 +72,16 @@ VARLEN: tuple[VarlenCase, ...] = (
     VarlenCase("long", (130, 5, 0, 200), head_dim=32, tags=_LONG),
     VarlenCase("long-cross", (10, 130, 140, 0), (160, 0, 129, 60), heads=2, kv_heads=1, lse_grad=True, tags=_LONG),
     VarlenCase("long-causal-dropout-tail", (131, 7), heads=2, kv_heads=1, causal=UPPER_LEFT, dropout_p=0.1, tail=3, tags=_LONG),
+    VarlenCase("window", _SELF, window=(4, 9), lse_grad=True, tags=_QUICK),
+    VarlenCase(
+        "window-causal-grouped-dropout-tail", (70, 0, 9, 40), heads=4, causal=UPPER_LEFT, window=(20, None), dropout_p=0.2, tail=3
+    ),
+    VarlenCase("window-one-sided", (70, 5, 33), head_dim=80, window=(None, 2)),
+    VarlenCase("window-packed", _SELF, packed=True, window=(0, 1)),
+    VarlenCase("window-cross", _SELF, _CROSS, window=(3, 6), lse_grad=True),
+    VarlenCase("window-cross-last", _SELF, _CROSS, causal=FULL_BOTTOM_RIGHT, window=(3, 6)),
+    VarlenCase("window-cross-last-causal", _SELF, _CROSS, causal=BOTTOM_RIGHT, window=(7, None)),
+    VarlenCase("window-long", (300, 2, 150), window=(64, 64), tags=_LONG),
     # around 128 and 256, and one sequence of many rounds of keys beside an empty one
     VarlenCase("long-edges", (0, 1, 31, 33, 127, 129, 256, 257, 577), heads=1, kv_heads=1, tags=_LONG | {"large"}),
     VarlenCase("long-lower-right", (129, 20, 150), (150, 140, 10), causal=BOTTOM_RIGHT, tags=_LONG),

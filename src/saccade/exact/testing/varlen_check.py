@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade.errors import UnsupportedProblem
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.varlen.api import attend
-from saccade.exact.varlen.args import BOTTOM_RIGHT
+from saccade.exact.varlen.args import ALIGNED_LAST, HIDE_LATER
 from saccade.testing.baseline import Outputs, baseline_of, joined_outputs, oracle_of
 from saccade.testing.cases import Case
 from saccade.testing.dropout import seed_generators
@@ -113,11 +113,13 @@ def _real(lengths: tuple[int, ...], longest: int, device: torch.device | str) ->
 
 def _visible(case: VarlenCase, q_len: int, k_len: int, device: torch.device | str) -> Tensor:
     mask = _real(case.q_lengths, q_len, device)[:, None, :, None] & _real(case.keys, k_len, device)[:, None, None, :]
-    if case.causal:
-        i, j = torch.arange(q_len, device=device)[:, None], torch.arange(k_len, device=device)
-        reach = torch.tensor(case.keys, device=device) - torch.tensor(case.q_lengths, device=device)
-        mask = mask & (j <= i + (reach[:, None, None, None] if case.causal == BOTTOM_RIGHT else 0))
-    return mask
+    i, j = torch.arange(q_len, device=device)[:, None], torch.arange(k_len, device=device)
+    reach = torch.tensor(case.keys, device=device) - torch.tensor(case.q_lengths, device=device)
+    ahead = j - i - (reach[:, None, None, None] if case.causal in ALIGNED_LAST else 0)
+    mask = mask & (ahead <= 0) if case.causal in HIDE_LATER else mask
+    left, right = case.window or (None, None)
+    mask = mask if left is None else mask & (ahead >= -left)
+    return mask if right is None else mask & (ahead <= right)
 
 
 def run_packed(
@@ -153,7 +155,7 @@ def run_packed(
         found = attend(
             (
                 query, key, value, offsets[0], offsets[1], max_q, max_k, case.dropout_p, case.causal, None, case.heads != case.kv_heads,
-                None if bias is None else tensors[-1], lse, backend,
+                None if bias is None else tensors[-1], case.window, lse, backend,
             ),
             tensors[0] if case.packed else None,
         )  # fmt: skip

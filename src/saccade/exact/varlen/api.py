@@ -14,6 +14,7 @@ from saccade.engine.calls import autocast, cast, draw_seed, gradient_needed, unc
 from saccade.engine.first_order import applied
 from saccade.engine.prepare import Prepared, finder, prepare, traced
 from saccade.engine.sharded import HEADS, Dims, call_on_shards, is_dtensor, placed
+from saccade.engine.window import check_window, ends_of
 from saccade.errors import InvalidArgument
 from saccade.exact.varlen import again
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs, VarlenCall, VarlenPackedCall
@@ -21,7 +22,7 @@ from saccade.exact.varlen.backends import BACKENDS
 from saccade.exact.varlen.op import OPS
 from saccade.exact.varlen.problem import check_packed_varlen, checked_offsets, describe_varlen, on_the_host
 
-_BIAS = VarlenCall._fields.index("attn_bias")
+_BIAS, _WINDOW = map(VarlenCall._fields.index, ("attn_bias", "window"))
 _OUTPUTS = Dims(None, 1), HEADS
 _PLACED = placed(VarlenCall)
 _PACKED_PLACED = placed(VarlenPackedCall)
@@ -51,6 +52,7 @@ def attention_varlen(
     enable_gqa: bool = False,
     *,
     attn_bias: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -69,6 +71,7 @@ def attention_varlen(
     enable_gqa: bool = False,
     *,
     attn_bias: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...
@@ -87,6 +90,7 @@ def attention_varlen(
     enable_gqa: bool = False,
     *,
     attn_bias: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -104,6 +108,7 @@ def attention_varlen(
     enable_gqa: bool = False,
     *,
     attn_bias: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -123,12 +128,15 @@ def attention_varlen(
         is_causal: key j of a sequence is visible to its query i if j <= i (upper-left, as in `attention`;
             `saccade.flash_attn_interface` has the lower-right alignment of flash-attn).
         attn_bias: floating, `[H, max_seqlen_q, max_seqlen_k]`, added to the scaled scores of every sequence; gradient supported.
+        window: `(left, right)`: query i of a sequence sees its keys i - left to i + right; None for no limit on a side. Both are counted from the
+            first token, as a causal mask is. With `is_causal=True` a key must lie within both. Cost and memory grow with the tokens times the
+            width of the window, at any length. Excludes `attn_bias`.
         return_lse: also return the natural log-sum-exp of the scores, float32 `[H, Tq]` (differentiable).
         backend: "auto", or the name of one backend, which then runs or raises: "ragged", "flash", "sdpa" or "reference".
 
     Returns:
-        out `[Tq, H, D]`, or `(out, lse)`. A query whose sequence has no key gets out 0, lse -inf and zero gradients. NaN in one sequence
-        never reaches another.
+        out `[Tq, H, D]`, or `(out, lse)`. A query that sees no key gets out 0, lse -inf and zero gradients. NaN in one sequence
+        never reaches another; within a sequence it may reach tokens beyond the window.
 
     Raises:
         InvalidArgument: a bad argument, with what was given and what is allowed. The values of cu_seqlens are checked on a CPU, and on a GPU
@@ -141,8 +149,8 @@ def attention_varlen(
     sharded = type(query) is not Tensor and is_dtensor(query)
     causal = _causal(is_causal)
     call = (
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias, return_lse,
-        backend,
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias, window,
+        return_lse, backend,
     )  # fmt: skip
     return _attention_on_shards(call) if sharded else attend(cast(call))
 
@@ -157,6 +165,7 @@ def attention_varlen_qkvpacked(
     scale: float | None = None,
     *,
     attn_bias: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -170,6 +179,7 @@ def attention_varlen_qkvpacked(
     scale: float | None = None,
     *,
     attn_bias: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...
@@ -183,6 +193,7 @@ def attention_varlen_qkvpacked(
     scale: float | None = None,
     *,
     attn_bias: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -195,6 +206,7 @@ def attention_varlen_qkvpacked(
     scale: float | None = None,
     *,
     attn_bias: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -202,7 +214,7 @@ def attention_varlen_qkvpacked(
 
     Args:
         qkv: `[T, 3, H, D]`, as a linear layer of width `3 * H * D` gives it.
-        cu_seqlens, max_seqlen, dropout_p, is_causal, scale, attn_bias, return_lse, backend: as in `attention_varlen`.
+        cu_seqlens, max_seqlen, dropout_p, is_causal, scale, attn_bias, window, return_lse, backend: as in `attention_varlen`.
 
     Returns:
         out `[T, H, D]`, or `(out, lse)` with lse `[H, T]`.
@@ -215,13 +227,13 @@ def attention_varlen_qkvpacked(
     """
     check_packed_varlen(qkv)
     if type(qkv) is not Tensor and is_dtensor(qkv):
-        call = (qkv, cu_seqlens, max_seqlen, dropout_p, is_causal, scale, attn_bias, return_lse, backend)
+        call = (qkv, cu_seqlens, max_seqlen, dropout_p, is_causal, scale, attn_bias, window, return_lse, backend)
         shapes = (*qkv.shape[:1], *qkv.shape[2:]), (qkv.shape[2], qkv.shape[0])
         return call_on_shards(attention_varlen_qkvpacked, _PACKED_PLACED, call, _OUTPUTS, shapes)
     causal = _causal(is_causal)
     (qkv,) = autocast(qkv)
     rows = (*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return attend((*rows, dropout_p, causal, scale, False, attn_bias, return_lse, backend), qkv)
+    return attend((*rows, dropout_p, causal, scale, False, attn_bias, window, return_lse, backend), qkv)
 
 
 def _attention_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:
@@ -238,8 +250,12 @@ def _attention_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:
 def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """A call in the order of `VarlenCall`; query, key and value may be views of `qkv`."""
     query, key, value, cu_seqlens_q, cu_seqlens_k = call[:5]
-    attn_bias, known = call[_BIAS], None
-    if attn_bias is None and not traced():
+    attn_bias, window, known = call[_BIAS], call[_WINDOW], None
+    if window is not None:
+        # as plain numbers, by which a call is remembered; C++ replays none with a window
+        window = check_window(window)
+        call = (*call[:_WINDOW], window, *call[_WINDOW + 1 :])
+    if attn_bias is None and window is None and not traced():
         known = again.call_of(call, qkv)
         found = again.made(known)
         if found is not None:
@@ -249,7 +265,8 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
     offsets_q = checked_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], problem.max_q)
     offsets_k = checked_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], problem.max_k)
     same = cu_seqlens_k is cu_seqlens_q
-    rest = (attn_bias, draw_seed(problem, chosen), problem.max_q, problem.max_k, problem.dropout_p, problem.causal, problem.scale)
+    numbers = (problem.max_q, problem.max_k, problem.dropout_p, problem.causal, problem.scale, *ends_of(problem.window))
+    rest = (attn_bias, draw_seed(problem, chosen), *numbers)
     # one tensor stays one, converted or not: its lists are made once
     args = VarlenArgs(query, key, value, offsets_q, offsets_q if same else offsets_k, *rest)
     if chosen.attend is not None:
@@ -274,7 +291,8 @@ def _prepare(call: tuple, packed: bool) -> Prepared:
     signed, found = _find(call, needs_grad, packed, readable)
     if found is not None:
         return found
-    return prepare(signed, describe_varlen, (*call[:-1], needs_grad, packed, readable), BACKENDS, call[-1])
+    *others, window, return_lse, backend = call
+    return prepare(signed, describe_varlen, (*others, return_lse, needs_grad, packed, readable, window), BACKENDS, backend)
 
 
 def _causal(is_causal: bool) -> int:

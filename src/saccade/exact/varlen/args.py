@@ -9,10 +9,14 @@ from torch import Tensor
 from saccade.engine.prepare import OFFSETS, TOKENS
 from saccade.engine.record import LAUNCHERS_ONLY, Differentiable, DifferentiableOrNone, Same, Size
 from saccade.engine.sharded import HEADS, NEITHER, Dims
+from saccade.engine.window import NO_LIMIT
 
-# which keys a query sees: all; key j <= query i, as torch's function; key j <= query i + Tk - Tq of its sequence, as flash-attn
-FULL, UPPER_LEFT, BOTTOM_RIGHT = 0, 1, 2
-# the same as words, which C++ takes
+# which keys a query sees: all; key j <= query i, as torch's function; key j <= query i + Tk - Tq of its sequence, as flash-attn. A window is aligned
+# likewise, that of FULL as UPPER_LEFT; FULL_BOTTOM_RIGHT is FULL with a window that is aligned with the last key
+FULL, UPPER_LEFT, BOTTOM_RIGHT, FULL_BOTTOM_RIGHT = 0, 1, 2, 3
+ALIGNED_LAST = (BOTTOM_RIGHT, FULL_BOTTOM_RIGHT)
+HIDE_LATER = (UPPER_LEFT, BOTTOM_RIGHT)
+# those that C++ knows, as words
 ALIGNMENTS = ("full", "upper", "lower")
 _BY_HEADS = Dims(None, 1)
 
@@ -32,6 +36,7 @@ class VarlenCall(NamedTuple):
     scale: float | None
     enable_gqa: bool
     attn_bias: Annotated[Tensor | None, HEADS]
+    window: tuple | None
     return_lse: bool
     backend: str
 
@@ -46,6 +51,7 @@ class VarlenPackedCall(NamedTuple):
     is_causal: bool
     scale: float | None
     attn_bias: Annotated[Tensor | None, HEADS]
+    window: tuple | None
     return_lse: bool
     backend: str
 
@@ -54,7 +60,7 @@ class VarlenArgs(NamedTuple):
     """The tensors and numbers of one call, after checking.
 
     Shapes: query `[Tq, H, D]`, key and value `[Tk, Hkv, D]`, cu_seqlens int32 `[B + 1]`, bias `[H, max_q, max_k]`, seed int64 `[1]` (the
-    Philox key, None without dropout). causal: FULL, UPPER_LEFT or BOTTOM_RIGHT. Kernels that take dense rows too find there a bias
+    Philox key, None without dropout). causal: FULL, UPPER_LEFT, BOTTOM_RIGHT or, with a window, FULL_BOTTOM_RIGHT. Kernels that take dense rows too find there a bias
     `[W, H, Tq, Tk]`, of which row b reads b % W, and a boolean mask `[B, H, Tq, Tk]`, both perhaps of strides 0; no op of packed sequences takes
     the mask, which is therefore last.
     """
@@ -71,4 +77,6 @@ class VarlenArgs(NamedTuple):
     dropout_p: float
     causal: int
     scale: float
+    window_left: int = NO_LIMIT
+    window_right: int = NO_LIMIT
     mask: Annotated[Tensor | None, LAUNCHERS_ONLY] = None

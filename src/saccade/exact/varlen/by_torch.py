@@ -13,8 +13,10 @@ from saccade.engine.backend import Backend
 from saccade.engine.calls import has_values
 from saccade.engine.torch_sdpa import scaled_as_torch_takes_it, torch_attention
 from saccade.engine.tracing import eager
+from saccade.engine.window import Window, ends_of, shown_window
+from saccade.exact.bands import MOST, Band, band_of, fold, unfold
 from saccade.exact.varlen import reference
-from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, VarlenArgs
+from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, FULL, HIDE_LATER, VarlenArgs
 from saccade.exact.varlen.problem import VarlenProblem
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -37,8 +39,12 @@ def _why_not_flash(problem: VarlenProblem) -> list[str]:
         reasons.append(f"torch's packed attention needs a sequence that is not empty, got {lengths}")
     if problem.bias is not None or problem.dropout_p > 0:
         reasons.append("torch's packed attention takes neither a bias nor dropout")
-    if problem.causal not in (FULL, BOTTOM_RIGHT) and not problem.same_lengths:
+    if problem.causal not in (FULL, *ALIGNED_LAST) and not problem.same_lengths:
         reasons.append("torch's packed attention aligns the causal mask with the last key, not with the first")
+    if problem.window is not None and problem.causal == FULL and not problem.same_lengths:
+        reasons.append(
+            f"torch's packed attention aligns a window with the last key, not with the first, got {shown_window(problem.window)}"
+        )
     if problem.return_lse and problem.needs_grad:
         reasons.append("torch's packed attention has no gradient of the log-sum-exp")
     return reasons
@@ -57,7 +63,7 @@ def _attend_flash(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, Ten
     found = varlen_attn(
         query, key, value, args.cu_seqlens_q, args.cu_seqlens_k, args.max_q, args.max_k,
         return_aux=AuxRequest(lse=problem.return_lse), scale=scale,
-        window_size=(-1, 0) if args.causal != FULL else (-1, -1), **options,
+        window_size=(args.window_left, 0 if args.causal in HIDE_LATER else args.window_right), **options,
     )  # fmt: skip
     out, lse = found if isinstance(found, tuple) else (found, None)
     if lse is not None:
@@ -83,7 +89,19 @@ def _why_not_grouped(problem: VarlenProblem) -> list[str]:
         reasons.append(
             "a call for each length needs the lengths on the host, which a compiled, captured, traced or mapped call does not have"
         )
+    if problem.window is not None:
+        reasons += _why_no_mask(problem, problem.window)
     return reasons
+
+
+def _why_no_mask(problem: VarlenProblem, window: Window) -> list[str]:
+    """What is against the mask of a window."""
+    numbers = band_of(problem.max_q, problem.max_k, *ends_of(window), problem.causal in HIDE_LATER).mask_numbers
+    if numbers <= MOST:
+        return []
+    return [
+        f"torch's function needs a mask for {shown_window(window)}, here of {numbers:,} numbers for the longest sequence; allowed are {MOST:,}"
+    ]
 
 
 def _attend_grouped(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, None]:
@@ -167,13 +185,24 @@ def _call(
 ) -> Tensor:
     """out `[tokens, H, Dv]` of sequences of equal lengths."""
     query, key, value = (x.unflatten(0, (sizes[2], -1)).transpose(1, 2) for x in (query, key, value))
-    added, causal = _added(args, query.shape[2], key.shape[2])
+    band = None if problem.window is None else _band(args, *sizes[:2])
+    if band is None:
+        added, causal = _added(args, query.shape[2], key.shape[2])
+    else:
+        query, key, value, seen = fold(query, key, value, band, None)
+        added, causal = _as_added(seen, query.dtype), False
     query, scale = scaled_as_torch_takes_it(query, args.scale)
     out = torch_attention(
         query, key, value, attn_mask=added, dropout_p=args.dropout_p, is_causal=causal, scale=scale,
         enable_gqa=problem.heads != problem.kv_heads,
     )  # fmt: skip
+    out = out if band is None else unfold(out, band, sizes[2], False)
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _band(args: VarlenArgs, q_len: int, k_len: int) -> Band:
+    shift = k_len - q_len if args.causal in ALIGNED_LAST else 0
+    return band_of(q_len, k_len, args.window_left, args.window_right, args.causal in HIDE_LATER, shift)
 
 
 def _nothing_of(args: VarlenArgs) -> Tensor:
@@ -191,11 +220,15 @@ def _added(args: VarlenArgs, q_len: int, k_len: int) -> tuple[Tensor | None, boo
         return None, True
     seen = torch.ones(q_len, k_len, dtype=torch.bool, device=args.query.device)
     seen = seen.tril(k_len - q_len if args.causal == BOTTOM_RIGHT else 0)
-    if bias is None and args.query.device.type == "cpu":
-        return seen, False
-    # -inf, as torch's cuDNN kernels take the least finite number for a boolean mask, and the mean of the values where nothing is seen
-    bias = torch.zeros_like(seen, dtype=args.query.dtype) if bias is None else bias
-    return bias.masked_fill(~seen, float("-inf")), False
+    return _as_added(seen, args.query.dtype) if bias is None else bias.masked_fill(~seen, float("-inf")), False
+
+
+def _as_added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as torch's function takes it. On a GPU -inf, as torch's cuDNN kernels take the least finite number for a boolean mask, and the
+    mean of the values where nothing is seen."""
+    if seen.device.type == "cpu":
+        return seen
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, float("-inf"))
 
 
 FLASH = Backend(

@@ -21,6 +21,7 @@ def attention_nested(
     scale: float | None,
     enable_gqa: bool,
     lengths: Tensor | None,
+    window: tuple[int | None, int | None] | None,
     return_lse: bool,
     backend: str,
 ) -> Tensor:
@@ -45,7 +46,19 @@ def attention_nested(
     # one tensor stays one: its lists by length are made once
     key_ends = ends if key_offsets is offsets else key_offsets.to(torch.int32)
     out = attention_varlen(
-        tokens, keys, packed[2][0], ends, key_ends, bound, bound_key, dropout_p, is_causal, scale, enable_gqa, backend=backend
+        tokens,
+        keys,
+        packed[2][0],
+        ends,
+        key_ends,
+        bound,
+        bound_key,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        window=window,
+        backend=backend,
     )
     assert isinstance(out, Tensor), "the log-sum-exp was not asked for"
     return torch.nested.nested_tensor_from_jagged(out, offsets, max_seqlen=longest).transpose(1, 2)

@@ -41,7 +41,8 @@ def _replayed(
 
     before, after: what the op takes before and after the fields of the record.
     """
-    types = Fields(VarlenArgs).types
+    fields = Fields(VarlenArgs)
+    types = {name: fields.types[name] for name in fields.names[: fields.plain]}
     given = (*before, *types, *after)
     refused = [given.index(name) for name in ("bias", "dlse") if name in given]
     kinds = {kind: [name for name in types if types[name] == kind and name != "bias"] for kind in ("SymInt", "Tensor", "Tensor?")}

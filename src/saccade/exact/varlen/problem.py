@@ -13,19 +13,20 @@ from saccade.engine.arguments import FLOATING, check_flag, check_grouped, check_
 from saccade.engine.calls import values_known
 from saccade.engine.kinds import check_kinds, check_kinds_but_sharded
 from saccade.engine.problem import DTYPE_NAMES, replayed
+from saccade.engine.window import Window, check_alone, check_window, restricting, shown_window
 from saccade.env import check_lengths
 from saccade.errors import InvalidArgument
-from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
+from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, FULL_BOTTOM_RIGHT, HIDE_LATER, UPPER_LEFT
 from saccade.hardware import arch_of
 
-_CAUSAL = {FULL: "", UPPER_LEFT: "causal", BOTTOM_RIGHT: "causal, bottom-right"}
+_CAUSAL = {FULL: "", UPPER_LEFT: "causal", BOTTOM_RIGHT: "causal, bottom-right", FULL_BOTTOM_RIGHT: "bottom-right"}
 
 
 @dataclass(frozen=True)
 class VarlenProblem:
     """What is asked, without the data and without the number of tokens, which changes from batch to batch.
 
-    same_lengths: queries and keys share one tensor of cu_seqlens. bias: None, or its dtype.
+    same_lengths: queries and keys share one tensor of cu_seqlens. bias: None, or its dtype. window: None where it hides nothing.
     """
 
     heads: int
@@ -48,6 +49,7 @@ class VarlenProblem:
     same_lengths: bool = True
     packed: bool = False
     host_counts: bool = True
+    window: Window | None = None
     operation: str = "attention_varlen"
 
     @property
@@ -72,6 +74,7 @@ class VarlenProblem:
         heads = f"H={self.heads}" + (f" Hkv={self.kv_heads}" if self.kv_heads != self.heads else "")
         flags = (
             (self.causal != FULL, _CAUSAL[self.causal]),
+            (self.window is not None, shown_window(self.window or (None, None))),
             (self.bias is not None, "bias+grad" if self.bias_grad else "bias"),
             (not self.same_lengths, "cross lengths"),
             (self.dropout_p > 0, f"dropout={self.dropout_p:g}"),
@@ -102,6 +105,7 @@ def describe_varlen(
     needs_grad: bool,
     packed: bool,
     host_counts: bool = True,
+    window: Window | None = None,
 ) -> VarlenProblem:
     """Check the arguments of `attention_varlen` and describe the call. host_counts: what `on_the_host` says of the cu_seqlens.
 
@@ -119,6 +123,8 @@ def describe_varlen(
             f"cu_seqlens_q has {cu_seqlens_q.shape[0]} numbers, cu_seqlens_k {cu_seqlens_k.shape[0]}; both need one more than sequences"
         )
     _check_bias(attn_bias, query, heads, max_q, max_k)
+    window = check_window(window)
+    check_alone(window, "attn_bias", attn_bias)
     bias_grad = attn_bias is not None and attn_bias.requires_grad and needs_grad
     return VarlenProblem(
         heads=heads,
@@ -141,6 +147,7 @@ def describe_varlen(
         same_lengths=cu_seqlens_q is cu_seqlens_k,
         packed=packed,
         host_counts=host_counts,
+        window=restricting(window, causal in HIDE_LATER),
     )
 
 
@@ -155,6 +162,7 @@ def describe_as_packed(
     enable_gqa: bool,
     return_lse: bool,
     needs_grad: bool,
+    window: Window | None = None,
 ) -> VarlenProblem:
     """The description of a dense batch `[B, H, T, D]` as if its rows were packed one behind another; attn_mask: a bias `[H, Tq, Tk]`."""
     batch = query.shape[0]
@@ -162,7 +170,7 @@ def describe_as_packed(
     q, k, v = (x.transpose(1, 2).reshape(batch * x.shape[2], x.shape[1], x.shape[3]) for x in (query, key, value))
     return describe_varlen(
         q, k, v, offsets, offsets, query.shape[2], key.shape[2], dropout_p, UPPER_LEFT if is_causal else FULL, scale, enable_gqa,
-        attn_mask, return_lse, needs_grad, False, not replayed(query),
+        attn_mask, return_lse, needs_grad, False, not replayed(query), window,
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from saccade.engine import dense
 from saccade.engine.backend import Backend
 from saccade.engine.philox import dropout_keep
-from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, VarlenArgs
+from saccade.engine.window import NO_LIMIT, in_window
+from saccade.exact.varlen.args import ALIGNED_LAST, FULL, HIDE_LATER, VarlenArgs
 from saccade.exact.varlen.problem import VarlenProblem
 
 
@@ -20,10 +21,12 @@ def attend(args: VarlenArgs, problem: VarlenProblem | None = None) -> tuple[Tens
     query, key, value = _padded(args.query, q_rows, q_len), _padded(args.key, k_rows, k_len), _padded(args.value, k_rows, k_len)
     mask = torch.arange(args.max_q, device=query.device)[:, None] < q_len[:, None, None, None]  # [B, 1, Tq, 1]
     mask = mask & (torch.arange(args.max_k, device=query.device) < k_len[:, None, None, None])
-    if args.causal != FULL:
-        reach = (k_len - q_len)[:, None, None, None] if args.causal == BOTTOM_RIGHT else 0
+    windowed = (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT)
+    if args.causal != FULL or windowed:
         i, j = torch.arange(args.max_q, device=query.device)[:, None], torch.arange(args.max_k, device=query.device)
-        mask = mask & (j <= i + reach)
+        i = i + (k_len - q_len)[:, None, None, None] if args.causal in ALIGNED_LAST else i
+        mask = mask & (j <= i) if args.causal in HIDE_LATER else mask
+        mask = mask & in_window(i, j, args.window_left, args.window_right) if windowed else mask
     keep = None
     if args.seed is not None:
         keep = dropout_keep(args.seed, args.dropout_p, q_len.shape[0], heads, args.max_q, args.max_k)

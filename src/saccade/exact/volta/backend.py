@@ -10,6 +10,7 @@ from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, taken
+from saccade.engine.window import why_no_window
 
 MAX_HEAD_DIM = 128
 _MOST_BLOCKS = 2**31 - 1
@@ -18,7 +19,7 @@ _NATIVE = (70, 75)
 
 
 def _why_not(problem: Problem) -> list[str]:
-    reasons = _device_reasons(problem)
+    reasons = [*_device_reasons(problem), *why_no_window(problem.window)]
     if problem.dtype != torch.float16:
         reasons.append(f"needs float16, the only dtype of these matrix instructions, got {problem.dtype}")
     if problem.head_dim % 8 or not 8 <= problem.head_dim <= MAX_HEAD_DIM:

@@ -1,0 +1,62 @@
+"""A mask that takes no memory before somebody computes with it: what a layer needs to know of it is said in a few numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+
+class UnformedMask(Tensor):
+    """A bool mask `[B, 1, T, T]` that is not formed before somebody computes with it; any operation of torch does that."""
+
+    _formed: Tensor | None
+
+    # results of operations are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def _of(cls, batch: int, tokens: int, device: torch.device) -> Self:
+        made: Self = Tensor._make_wrapper_subclass(cls, (batch, 1, tokens, tokens), dtype=torch.bool, device=device)  # type: ignore[attr-defined]
+        made._formed = None
+        return made
+
+    def holds_for(self, query: Tensor, key: Tensor) -> bool:
+        """Whether its numbers say all about a call: nobody computed with the mask, which may have changed it, and it has the shape of the call."""
+        lengths = (self.shape[0], self.shape[2])
+        return self._formed is None and all((x.shape[0], x.shape[2]) == lengths for x in (query, key))
+
+    def formed(self) -> Tensor:
+        """The mask as a plain tensor, one for all who ask."""
+        if self._formed is None:
+            self._formed = self._form()
+        return self._formed
+
+    def _form(self) -> Tensor:
+        raise NotImplementedError
+
+    def _again(self, memo: dict[int, Any]) -> Self:
+        """A mask with copies of the same numbers."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = self._again(memo)
+        # what somebody computed with it may have changed it
+        made._formed = copy.deepcopy(self._formed, memo)
+        memo[id(self)] = made
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(UnformedMask, UnformedMask.formed, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def formed(mask: Tensor | None) -> Tensor | None:
+    """`mask`, for kernels, which read memory: an `UnformedMask` has none before it is formed."""
+    return mask.formed() if isinstance(mask, UnformedMask) else mask
