@@ -13,6 +13,7 @@ _SHOWN = {
     "saccade": (style.SACCADE, 0, ""),
     "saccade_unpadded": (style.SACCADE, 1, ", without padding"),
     "saccade_cls_only": (style.SACCADE, 2, ", CLS only in the last layer"),
+    "saccade_plain": (style.SACCADE, 2, ", fuse=False"),
     "saccade_captured": (style.SACCADE, 1, ", the whole step in a graph"),
     "stock_captured": (style.LOOKS["sdpa_padded"], 0, ", in CUDA graphs"),
     "stock_best": (style.LOOKS["sdpa_padded"], 1, ", the best batch size"),

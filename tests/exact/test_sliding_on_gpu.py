@@ -56,6 +56,8 @@ def test_packed(window, options, dim, dtype):
 @pytest.mark.parametrize("backend", ["auto", "ragged"])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_dense(window, backend, lengths, dtype):
+    if backend == "ragged" and lengths is not None:
+        pytest.skip("its tiles take no lengths of dense rows with a window")
     tensors = [made(64, dtype, 2, heads, 300) for heads in (4, 2, 2)]
     exact = [x.detach().double().requires_grad_() for x in tensors]
     named = {"window": window, "return_lse": True, "enable_gqa": True}

@@ -221,7 +221,7 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
             `SentenceTransformer`, `CrossEncoder` or `SparseEncoder`; or any module that holds one. Ids on the host are packed there, and brought to the GPU in one copy.
         memory: the share of the GPU's free memory that graphs may hold, above 0 and at most 1; the least recently used leave first.
         fuse: on a GPU, torch.compile fuses what lies between the matrix products of packed encoders, and query, key and value take one product.
-            Each mode and dtype is compiled once for all sizes, before its first capture, in some 5 to 15 s; `explain()` shows the time. The
+            Each mode and dtype is compiled once for all sizes, before its first capture, in some 5 to 35 s; `explain()` shows the time. The
             weights of one product move side by side, each a tensor of its own. False leaves it out. None, the default, is True wherever texts
             are packed.
 
