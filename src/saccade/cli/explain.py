@@ -98,7 +98,7 @@ def answer(call: Call, device: str | None, arch: int | None, as_json: bool = Fal
 
 
 def _missing(arch: int) -> list[str]:
-    """What this machine lacks to run kernels on such a GPU."""
+    """The things that this machine lacks to run kernels on such a GPU."""
     return [*["Triton"] * (not has_package("triton")), *obstacles(arch)]
 
 

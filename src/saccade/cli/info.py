@@ -119,7 +119,7 @@ def _versions_table(report: Report):
 
 
 def backends_table(entries):
-    """What runs where, from the `devices` part of a report: a list of backends for each device and operation, which any width of terminal holds."""
+    """The backends that run each operation on each device, from the `devices` part of a report. They are lists, which fit any width of terminal."""
     from rich.console import Group
     from rich.markup import escape
     from rich.table import Table

@@ -43,7 +43,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class Task:
-    """What to time, as the options of the command say it; dtype None is bf16 on a GPU and fp32 elsewhere."""
+    """The calls to time, as the options of the command say; dtype None is bf16 on a GPU and fp32 elsewhere."""
 
     batch: int = 32
     heads: int = 8

@@ -25,7 +25,7 @@ _LARGE = "large"
 
 @dataclass(frozen=True)
 class Selection:
-    """What to verify; an empty list means everything."""
+    """The parts to verify; an empty list means everything."""
 
     backends: list[str]
     cases: list[str]

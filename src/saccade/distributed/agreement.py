@@ -25,8 +25,8 @@ _MOST = 2**62  # a larger keep (sinks, window) keeps every key too, and must fit
 
 @dataclass(frozen=True)
 class Call:
-    """What all ranks must call alike, except for `tokens`, the length of a rank's shard. An empty call says that the rank has
-    refused its arguments."""
+    """The arguments that must be alike on all ranks, except for `tokens`, the length of a rank's shard. An empty call says that the
+    rank has refused its arguments."""
 
     keep: int = 0
     batch: int = 0
@@ -140,7 +140,7 @@ class Agreement:
 
 
 def told(call: Call, device: torch.device, fault: int = 0) -> Tensor:
-    """What a rank tells the others, int64 `[16]`: the call, and a number for what is wrong with it."""
+    """The message of a rank to the others, int64 `[16]`: the call, and a number for what is wrong with it."""
     return _on_device((*call.numbers(), fault), device).clone()
 
 

@@ -1,4 +1,4 @@
-"""Which keys a shard offers to the ranks behind it, and which of all offers a rank puts before its own shard.
+"""The keys that a shard offers to later ranks, and the offers that a rank puts before its own shard.
 
 A query of rank r sees, of the keys of earlier ranks, only those that are among the best `keep` of all keys before it. The best
 `keep` of a union are among the best `keep` of each part, so each rank offers the best `keep` of its own shard, and the best `keep`
@@ -33,7 +33,7 @@ def entries_of(scores: Tensor, offered: Tensor | None = None) -> Tensor:
 
 
 class Always(NamedTuple):
-    """What is offered and chosen whatever its score: the first `sinks` keys, and the `recent` newest before a shard."""
+    """The keys that are offered and chosen whatever their scores: the first `sinks`, and the `recent` newest before a shard."""
 
     sinks: int = 0
     recent: int = 0

@@ -22,7 +22,7 @@ from saccade.engine.ranges import shown_as_ours
 
 
 class Plan(NamedTuple):
-    """What an exchange knows before it begins. sizes: the length of each rank's shard; most: how many keys a rank offers and puts in
+    """The facts that an exchange knows before it begins. sizes: the length of each rank's shard; most: how many keys a rank offers and puts in
     front at most; by_kernels: rows are copied by a kernel, and not by torch's operations; always: keys among the `most` whatever their
     scores."""
 

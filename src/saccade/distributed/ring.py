@@ -32,7 +32,7 @@ def attention(
     """Exact attention over a sequence of which each rank of a group holds an equal part, by torch's ring attention.
 
     It is `torch.distributed.tensor.experimental.context_parallel` for one call: every rank sees the keys of all others in turn, n
-    rows of K and of V travel in forward, and again with their gradients in backward. Where every query needs only some keys,
+    rows of K and of V travel in forward, and again with their gradients in backward. If every query needs only some keys,
     `saccade.distributed.dynamic_mask_attention` exchanges those alone.
 
     Args:
@@ -148,7 +148,7 @@ def _balanced(is_causal: bool) -> Iterator[None]:
 
 
 def _settings() -> Any:
-    """Where torch keeps the setting of its ring, which is not public; None if it does no longer."""
+    """The place of torch's setting of its ring, which is not public; None if torch no longer keeps it there."""
     module: Any
     try:
         from torch.distributed.tensor.experimental._context_parallel import _attention

@@ -1,4 +1,4 @@
-"""What context parallelism asks of a GPU beside the attention: rank keys, and copy chosen rows, in one launch each.
+"""The work of a GPU for context parallelism besides the attention: ranking keys and copying chosen rows, in one launch each.
 
 `saccade.distributed` has the same in torch's operations, for other devices and for documents.
 """

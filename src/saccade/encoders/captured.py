@@ -211,7 +211,7 @@ def _copied(found: Any) -> Any:
 
 
 class CapturedFunction:
-    """What `Optimized.capture` returns: the function, from CUDA graphs where it can be.
+    """The result of `Optimized.capture`: the function, which runs from CUDA graphs when it can.
 
     Attributes:
         function: the function itself.

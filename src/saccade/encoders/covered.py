@@ -1,4 +1,4 @@
-"""Which calls of `encode` and `predict` run from strings to results by themselves, and why the others are stock's."""
+"""The calls of `encode` and `predict` that run from strings to results by themselves, and why the others are stock's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between encoders of transformers, as data: how they count positions, and what runs behind the last layer."""
+"""The differences between encoders of transformers, as data: how they count positions, and what runs after the last layer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def grows(config: Any) -> bool:
 
 
 def pooler_of(model: Any) -> Callable[[Tensor], Tensor] | None:
-    """What the model applies to the padded last layer, as its own forward does; None for nothing."""
+    """The function that the model's own forward applies to the padded last layer; None if it applies none."""
     pooler = getattr(model, "pooler", None)
     if pooler is None:
         return None

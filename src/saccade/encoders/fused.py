@@ -130,7 +130,7 @@ def _compile(backend: str, graph: fx.GraphModule, inputs: list[Any]) -> Callable
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
-    """What is compiled: the layers, which stand in the innermost ModuleLists of a model, and its embeddings."""
+    """The parts that are compiled: the layers, which stand in the innermost ModuleLists of a model, and its embeddings."""
     lists = [x for x in model.modules() if isinstance(x, nn.ModuleList)]
     innermost = [x for x in lists if not any(isinstance(y, nn.ModuleList) for layer in x for y in layer.modules())]
     layers = [layer for x in innermost for layer in x]

@@ -69,11 +69,11 @@ class Inputs:
         self.sent[self.turn].record()
 
     def places(self, tokens: int) -> Tensor:
-        """Where the tokens stand in the padded batch."""
+        """The places of the tokens in the padded batch."""
         return self.numbers[PLACES, :tokens]
 
     def arguments(self, types: bool) -> dict[str, Tensor]:
-        """What a model is given: one row of packed tokens."""
+        """The arguments of a model: one row of packed tokens."""
         numbers = self.numbers
         found = {"input_ids": numbers[IDS][None], "position_ids": numbers[POSITIONS][None]}
         return found | ({"token_type_ids": numbers[TYPES][None]} if types else {})
@@ -190,7 +190,7 @@ class Ticket:
 
 
 class Gradients:
-    """Where every training graph of a model writes its gradients: one buffer for each dtype."""
+    """The buffers in which every training graph of a model writes its gradients: one for each dtype."""
 
     def __init__(self, parameters: list[Tensor]):
         self.flat: dict[torch.dtype, Tensor] = {}

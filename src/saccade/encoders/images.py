@@ -150,7 +150,7 @@ class Batched(Encoder):
         return ""
 
     def model_device(self) -> torch.device:
-        """Where the model lies; its first parameter tells."""
+        """The device of the model, which is that of its first parameter."""
         return next(self.model.parameters()).device
 
     # --- a batch
@@ -185,7 +185,7 @@ class Batched(Encoder):
         return self.cut(outputs, self._made[state][1], batch), ""
 
     def form(self, batch: dict[str, Tensor]) -> Form:
-        """What the graph of a batch depends on besides the number of its rows."""
+        """The facts besides the number of its rows on which the graph of a batch depends."""
         return form_of(batch)
 
     def unfit(self, batch: dict[str, Tensor]) -> str:
@@ -204,7 +204,7 @@ class Batched(Encoder):
         return form in self._forms
 
     def _returned(self, made: tuple[Any, list[str]], outputs: list[Tensor], return_dict: bool | None) -> Any:
-        """What the model's own forward returns."""
+        """The outputs in the form that the model's own forward returns."""
         kind, names = made
         if kind is None:
             return outputs[0]
@@ -253,5 +253,5 @@ class Batched(Encoder):
 
 
 def form_of(batch: dict[str, Tensor]) -> Form:
-    """What two batches of one graph have in common."""
+    """The facts that two batches of one graph have in common."""
     return tuple([(name, tuple(x.shape[1:]), x.dtype) for name, x in batch.items()])

@@ -41,7 +41,7 @@ class _Forward:
 
 
 class Optimized:
-    """What `optimize` returns. Leaving it as a context manager, or `restore()`, makes the model what it was.
+    """The result of `optimize`. Leaving it as a context manager, or `restore()`, makes the model what it was.
 
     Attributes:
         served: the encoders that are packed or captured by batch size.
@@ -122,7 +122,7 @@ class Optimized:
         positions or integer labels), and the next capacity of real tokens. A capture that fails gives one warning, and the step runs uncaptured, as
         do later ones. So do batches that use padded positions, and those without a GPU.
 
-        What must hold in the function:
+        Conditions on the function:
 
         * It calls the encoder, itself or through a head, with the batch's own `input_ids` and `attention_mask`. Any other call of it runs as stock.
         * It reads nothing on the host: no `loss.item()`, no `print(loss)`, no GradScaler. Python in it runs at the first two calls of a size alone.
@@ -173,7 +173,7 @@ class Optimized:
                 capture(size, train)
 
     def explain(self) -> str:
-        """What is served and how, what was left as it is and why, and the memory of the graphs."""
+        """The parts that are served and how, the parts that are left as they are and why, and the memory of the graphs."""
         lines = []
         for one in self.served:
             parameter = next(one.model.parameters())
@@ -232,7 +232,7 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
         InvalidArgument: no module, a share that is none, or no encoder that can be served; says why.
         SaccadeError: transformers is not installed.
 
-    What does not fit runs as before, call by call: `output_attentions`, `output_hidden_states`, a cache, 4-D masks, embeddings in place of ids, tokens
+    Calls that do not fit run as before, one by one: `output_attentions`, `output_hidden_states`, a cache, 4-D masks, embeddings in place of ids, tokens
     that mask 0 hides although they are no padding, hooks inside of the encoder, traced and captured calls. `explain()` says why.
     """
     if not isinstance(model, nn.Module):

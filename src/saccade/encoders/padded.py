@@ -42,7 +42,7 @@ def why_not(model: Any) -> str:
 
 
 class Table(images.Rows):
-    """The memory from which a graph reads a batch of up to `capacity` rows and `form`'s width. What is added is padding of mask 0, and the first
+    """The memory from which a graph reads a batch of up to `capacity` rows and `form`'s width. Added tokens are padding of mask 0. The first
     token of each added row has mask 1, as a row of which attention sees nothing may give NaN."""
 
     def __init__(self, capacity: int, form: Form, device: torch.device, padding: int):
@@ -66,7 +66,7 @@ class Table(images.Rows):
 
 
 class _Probed(NamedTuple):
-    """What a batch showed when it was filled up. why_not: why no batch is filled up. columns: the dimensions of each output that follow the width."""
+    """The findings of a batch that was filled up. why_not: why no batch is filled up. columns: the dimensions of each output that follow the width."""
 
     why_not: str
     columns: dict[str, list[int]]

@@ -72,7 +72,7 @@ POOLS: dict[str, Pool] = {
 
 
 def pool_of(mode: Any) -> Pool | None:
-    """What pools rows as a Pooling module of a mode, or of several, does; None if one is not known."""
+    """The function that pools rows as a Pooling module of a mode, or of several, does; None if one is not known."""
     if isinstance(mode, str):
         return POOLS.get(mode)
     parts = [POOLS.get(x) for x in mode or ()]
@@ -90,7 +90,7 @@ def keep(padded: Tensor, mask: Tensor | None, embeddings: Tensor) -> None:
 
 
 def _kept(padded: Tensor, mask: Tensor | None) -> Tensor | None:
-    """What was pooled of a batch under its mask; None if it came from elsewhere."""
+    """The embeddings that were pooled from a batch under its mask; None if the batch came from elsewhere."""
     found: tuple[Tensor | None, Tensor] | None = _pooled.get(padded)
     return None if found is None or mask is None or found[0] is not mask else found[1]
 

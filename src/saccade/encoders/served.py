@@ -65,7 +65,7 @@ class Encoder:
         raise NotImplementedError
 
     def outputs(self, inputs: Any) -> tuple[Tensor, ...]:
-        """What leaves the model, of such inputs."""
+        """The tensors that the model returns for such inputs."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -338,7 +338,7 @@ class Served(Encoder):
         return found.last_hidden_state[0]
 
     def _outputs(self, padded: Tensor, return_dict: bool | None) -> Any:
-        """What the model's own forward returns, around the padded last layer."""
+        """The padded last layer in the form that the model's own forward returns."""
         assert self.output_type is not None, "a forward has run"
         pooler = families.pooler_of(self.model)
         found = self.output_type(last_hidden_state=padded, **({} if pooler is None else {"pooler_output": pooler(padded)}))

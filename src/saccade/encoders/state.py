@@ -1,4 +1,4 @@
-"""What a graph has seen besides its inputs: everything that a replay would not notice when it changes."""
+"""The state that a graph has seen besides its inputs: everything whose changes a replay would not notice."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class State:
         return native.module.state_of(self._dicts, self._hooks, self._owns), self._numbers()
 
     def _numbers(self) -> list[Any]:
-        """What lies outside of the parts of the modules."""
+        """The numbers that lie outside of the parts of the modules."""
         return [
             [m.p for m in self._dropouts] + [m.drop_prob for m in self._paths],
             [_switches(m) for m in self._adapters],

@@ -68,7 +68,7 @@ class _Ids(list[Any]):
 
 
 class Strings:
-    """What the methods of a model share: its tokenizer's copies, and what the last call was."""
+    """The state that the methods of a model share: its tokenizer's copies, and the last call."""
 
     def __init__(self, model: Any, served: Any):
         self.model, self.served, self.last = model, served, "no call yet"

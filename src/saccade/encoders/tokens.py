@@ -153,7 +153,7 @@ class Tokens:
 
 
 def _arrays(encodings: list[Any], places: Any, typed: bool) -> tuple[Any, Any, Any, Any]:
-    """What a chunk holds. After some encodings the interpreter is lent to a thread that waits for it, so that the Rust code has work."""
+    """The arrays of a chunk. After some encodings the interpreter is lent to a thread that waits for it, so that the Rust code has work."""
     import numpy as np
 
     parts = []
@@ -198,9 +198,9 @@ def why_not(tokenizer: Any) -> str:
 
 
 def _fingerprint(tokenizer: Any, few: bool) -> tuple[Any, ...]:
-    """What changes whenever the ids of a text may. It holds the Rust tokenizer itself, so that no other one takes its address.
+    """A fingerprint that changes whenever the ids of a text may. It holds the Rust tokenizer itself, so that no other one takes its address.
 
-    few: the added tokens are read one by one, with their flags. Of many tokens only the number is: reading 6,400 of them took 8 ms.
+    few: the added tokens are read one by one, with their flags. If they are many, only their number is read: reading 6,400 of them took 8 ms.
     """
     rust = tokenizer._tokenizer
     parts = (rust.normalizer, rust.pre_tokenizer, rust.post_processor, rust.get_added_tokens_decoder() if few else None)

@@ -69,8 +69,8 @@ def values_known(tensor: Tensor) -> bool:
 
 
 def split_mask(problem: Problem, attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(boolean mask, bias): `attn_mask` as the one that it is, and None for the other. Of a mask that was expanded over the queries only the
-    first one's row."""
+    """(boolean mask, bias): `attn_mask` as the one that it is, and None for the other. A mask that was expanded over the queries gives only the
+    row of the first query."""
     if attn_mask is None:
         return None, None
     if problem.mask != "bool":

@@ -11,7 +11,7 @@ from saccade.engine.softmax import softmax
 def visible(
     q_len: int, kv_len: int, mask: Tensor | None, lengths: Tensor | None, is_causal: bool, device: torch.device
 ) -> Tensor:
-    """Which keys each query may see, bool, broadcastable to `[B, H, Tq, Tk]`; causal is upper-left: key j <= query i."""
+    """The keys that each query may see, bool, broadcastable to `[B, H, Tq, Tk]`; causal is upper-left: key j <= query i."""
     seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
     if is_causal:
         seen = seen.tril()

@@ -18,7 +18,7 @@ _logger = logging.getLogger("saccade")
 
 
 class Plan(NamedTuple):
-    """What runs a call, and why: the call is prepared with it, and `explain` prints it.
+    """The backend that runs a call, and why: the call is prepared with it, and `explain` prints it.
 
     named: the backend was asked for by its name.
     """
@@ -73,12 +73,12 @@ def _plan(candidates: tuple[Backend, ...], problem: Any) -> Plan | None:
 
 
 def why_not(backend: Backend, problem: Any) -> list[str]:
-    """What keeps a backend from running a call: the obstacles that it names, or the process's switch."""
+    """The reasons why a backend cannot run a call: the obstacles that it names, or the process's switch."""
     return backend.why_not(problem) if backend.may_run else [REASON]
 
 
 class Verdict(NamedTuple):
-    """What the dispatcher says of one backend.
+    """The dispatcher's verdict on one backend.
 
     state: "chosen", "cannot", "set aside" (a kernel of it failed), "by name only" or "not preferred". reasons: sentences; for the chosen
     backend what it is, its configuration, and the rule by which it is taken.

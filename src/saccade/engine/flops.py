@@ -42,7 +42,7 @@ def backward_flops(pairs: int, dim: int, value_dim: int) -> int:
 
 
 def pairs_of(query: Tensor, key: Tensor) -> int:
-    """Pairs of a query and a key in `[B, H, Tq, D]` and `[B, Hkv, Tk, D]`. What a mask hides counts, as in torch."""
+    """Pairs of a query and a key in `[B, H, Tq, D]` and `[B, Hkv, Tk, D]`. Pairs that a mask hides count, as in torch."""
     batch, heads, q_len, _ = query.shape
     return batch * heads * q_len * key.shape[2]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def empty_like_heads(tensor: Tensor, last_dim: int | None = None) -> Tensor:
-    """A new dense tensor with the shape `[B, H, T, D]` of `tensor`, in the order that batch, heads and time of `tensor` have in memory. Where their
-    strides do not tell an order (a size of 1, shared memory, symbols) it is one of three: `[B, T, H, D]`, `[B, H, T, D]` or `[T, B, H, D]`.
+    """A new dense tensor with the shape `[B, H, T, D]` of `tensor`, in the order that batch, heads and time of `tensor` have in memory. If their
+    strides do not show an order (a size of 1, shared memory, symbols) the order is one of three: `[B, T, H, D]`, `[B, H, T, D]` or `[T, B, H, D]`.
 
     This is the layout that models expect: an input that is a view of `[B, T, H, D]` gives a view of a contiguous `[B, T, H, D]`.
     """

@@ -1,4 +1,4 @@
-"""What decides whether `auto` takes a backend: a sentence, and the measurements that it was read from. Imports nothing."""
+"""The rule that decides whether `auto` takes a backend: a sentence, and the measurements from which it was read. Imports nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RESULTS = "benchmarks/results/h200"
 
 
 class Row(NamedTuple):
-    """Which rows of a table: those of `problems` (B * H) with these sizes, and with `features` in their description."""
+    """Some rows of a table: those of `problems` (B * H) with these sizes, and with `features` in their description."""
 
     q_len: int
     kv_len: int

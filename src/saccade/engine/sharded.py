@@ -21,7 +21,7 @@ from saccade.errors import InvalidArgument
 
 
 class Dims(NamedTuple):
-    """Which dims of a tensor are the batch and the heads; None where it has no such dim."""
+    """The dims of a tensor that are the batch and the heads; None if it has no such dim."""
 
     batch: int | None
     heads: int | None
@@ -45,7 +45,7 @@ def scores_dims(mask: Any) -> Dims:
 
 
 class _Roles(NamedTuple):
-    """What each dim of the mesh shards, "batch", "heads" or None, by the placements of the first tensor."""
+    """The role that each dim of the mesh shards, "batch", "heads" or None, by the placements of the first tensor."""
 
     mesh: Any
     of: tuple[str | None, ...]
@@ -107,7 +107,7 @@ Placed = tuple[tuple[str, Dims | Callable[[Any], Dims] | None], ...]
 
 
 def placed(record: Any) -> Placed:
-    """What the record of a public call declares; read once, as no compiler traces it."""
+    """The tensors that the record of a public call declares; read once, as no compiler traces it."""
     return tuple(
         (name, next((mark for mark in marks if isinstance(mark, Dims) or mark is scores_dims), None))
         for name, _, marks in annotated(record)

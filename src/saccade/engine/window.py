@@ -45,7 +45,7 @@ def restricting(window: Window | None, causal: bool) -> Window | None:
 
 
 def why_no_window(window: Window | None) -> list[str]:
-    """What is against a call for kernels that know no windows."""
+    """The obstacles to a call for kernels that know no windows."""
     return [] if window is None else [f"takes no sliding window, got {shown_window(window)}"]
 
 
@@ -61,7 +61,7 @@ def ends_of(window: Window | None) -> tuple[int, int]:
 
 
 def in_window(rows: Tensor, keys: Tensor, left: int, right: int) -> Tensor:
-    """Which pairs of rows and keys, places in one sequence, lie within a window. left, right: as `ends_of` has them."""
+    """The pairs of rows and keys, places in one sequence, that lie within a window. left, right: as `ends_of` has them."""
     seen = torch.ones_like(rows - keys, dtype=torch.bool)
     if left != NO_LIMIT:
         seen = seen & (keys >= rows - left)

@@ -46,7 +46,7 @@ class Encoder:
         return AutoModel.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
 
     def parts(self, sentences: list[str]) -> list[Any]:
-        """What `vectors` takes, a call after another, for these sentences."""
+        """The inputs of successive calls of `vectors`, for these sentences."""
         return self.batches(sentences)
 
     def vectors(self, part: Any) -> Tensor:
@@ -99,7 +99,7 @@ class FromStrings(Encoder):
         return [sentences]
 
     def vectors(self, part: Any) -> Tensor:
-        """What `encode` gives by default."""
+        """The vectors that `encode` gives by default."""
         return torch.from_numpy(self.model.encode(part, show_progress_bar=False)).float()
 
 

@@ -83,7 +83,7 @@ def attend_blocks(
 
 
 class Gathered(NamedTuple):
-    """What forward gathers rows from: key, value and scores `[heads * Tk, ..]`, without a copy where they are dense; start and stop
+    """The tensors from which forward gathers rows: key, value and scores `[heads * Tk, ..]`, without a copy if they are dense; start and stop
     `[heads * (Tk + 1)]`, where the last entry of a head is a key that no query sees, with which lists are padded."""
 
     key: Tensor

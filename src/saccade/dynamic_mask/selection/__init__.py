@@ -1,1 +1,1 @@
-"""Which keys a query keeps: intervals of positions, computed in plain torch or by kernels, and lists of kept keys."""
+"""The keys that a query keeps: intervals of positions, computed in plain torch or by kernels, and lists of kept keys."""

@@ -33,7 +33,7 @@ MOST_SHARED = 96 * 1024  # available on every GPU from sm_80 on
 
 
 class Shape(NamedTuple):
-    """What a launch depends on. rows: B * Hkv; blocks: blocks of `block` queries; longest: the largest number of keys of a list.
+    """The numbers on which a launch depends. rows: B * Hkv; blocks: blocks of `block` queries; longest: the largest number of keys of a list.
 
     stretches: how many stretches of `blocks_per_stretch` blocks a row has. room: how many candidates a stretch may have.
     """

@@ -140,7 +140,7 @@ def layout_of(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, out: Tens
 def planned(
     layout: Layout, dtype: torch.dtype, has_scores: bool, max_new_keys: int, scale: float, device: torch.device, config: BackwardConfig | None = None
 ) -> Backward:  # fmt: skip
-    """What runs backward of calls of a layout; config: by default that of the head dim."""
+    """The function that runs backward for calls of a layout; config: by default that of the head dim."""
     return _backward(layout, dtype, has_scores, max_new_keys, scale, config or CONFIGS[layout.query[3]], device)
 
 

@@ -126,7 +126,7 @@ def block_of(layout: Layout) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def launch(layout: Layout, dtype: torch.dtype, has_scores: bool, max_new_keys: int, scale: float, device: torch.device) -> Bound:
-    """What runs calls of a layout on a device; max_new_keys: as of `lists.build_lists`. It takes the pointers of `PARAMETERS`."""
+    """The launch that runs calls of a layout on a device; max_new_keys: as of `lists.build_lists`. It takes the pointers of `PARAMETERS`."""
     longest = longest_list(layout.key[2], block_of(layout), max_new_keys)
     config, runs = CONFIGS[layout.query[3]], all(rows.allowed() for rows in row_maps(layout))
     return forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device), runs).ready(device)

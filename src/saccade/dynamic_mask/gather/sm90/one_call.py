@@ -1,8 +1,8 @@
 """A causal call on sm_90a as a whole: selection, lists and attention in four launches and four allocations, all sizes known beforehand; and
 its backward, whose layout and launches the call knows.
 
-For eager calls that were prepared. What a short call costs is host time, and step by step (`launchers.watched`, `launchers.forward`,
-`launchers.backward`) it is half as much again.
+For eager calls that were prepared. The cost of a short call is host time, which is half as much again step by step (`launchers.watched`,
+`launchers.forward`, `launchers.backward`).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Causal:
 def find(
     query: Tensor, key: Tensor, value: Tensor, keep: int, adds_scores: bool, scale: float, launches: LaunchCache
 ) -> Causal | None:
-    """What runs an eager causal call; None where it goes step by step. launches: remembered of calls that differ in data alone."""
+    """The object that runs an eager causal call; None if the call goes step by step. launches: remembered from calls that differ in data alone."""
     if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16:
         return None
     return launches.get_or_make("causal", lambda: _make(query, key, value, keep, adds_scores, scale))

@@ -1,4 +1,4 @@
-// Which keys each block of queries reads, in one launch. See lists.py.
+// The keys that each block of queries reads, found in one launch. See lists.py.
 //
 //   A thread block owns a stretch of consecutive blocks of queries. It collects the keys that some query of the stretch sees, in order of
 //   position, into shared memory; then a warp for each block of queries lists the keys that all its queries see, behind them those that

@@ -13,8 +13,8 @@ using namespace saccade;
 
 namespace {
 
-// dout [rows, group, q_len, value_dim], delta [rows, group, q_len], dquery as query. Of dkey [segments, rows, kv_len, dim], dvalue and dbias (null
-// without a bias) each segment of the blocks adds to its own, so that threads never meet and sums do not depend on their number; all begin as 0.
+// dout [rows, group, q_len, value_dim], delta [rows, group, q_len], dquery as query. Each segment of the blocks adds to its own part of dkey [segments, rows,
+// kv_len, dim], dvalue and dbias (null without a bias). So threads never meet, and sums do not depend on the number of threads. All begin as 0.
 struct Gradients {
   const float *dout, *delta;
   float *dquery, *dkey, *dvalue, *dbias;

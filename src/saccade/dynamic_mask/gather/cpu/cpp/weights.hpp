@@ -31,7 +31,7 @@ struct Block {
   }
 };
 
-// What a softmax over the keys leaves of each query of a block; inverse is 0 for a query that sees no key.
+// The sums of a softmax over the keys, for each query of a block; inverse is 0 for a query that sees no key.
 struct Sums {
   float inverse[BLOCK], lse[BLOCK];
 };

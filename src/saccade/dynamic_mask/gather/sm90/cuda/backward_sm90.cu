@@ -341,7 +341,7 @@ struct Consumer {
         }
     }
 
-    // Of a block with a far row, whose list is walked once for this: the shift of every row is its maximum, and dO and delta are divided by
+    // For a block with a far row, whose list is walked once for this: the shift of every row is its maximum, and dO and delta are divided by
     // its sum.
     __device__ __forceinline__ void measure() {
         float most[PARTS][2], total[PARTS][2];

@@ -40,7 +40,7 @@ static_assert(QUERY_PLACES * WARPGROUPS * QUERY_BYTES + Ring::BYTES + EIGHT_ROWS
 // named barriers, one a warpgroup: its turn to issue products; its four warps. 0 is __syncthreads
 enum NamedBarrier { TURN = 1, OF_WARPGROUP = TURN + WARPGROUPS };
 
-// Largest sum of weights of a lane in a tile, a quarter of what half precision holds; and references for which 0 does as well. Of a first
+// Largest sum of weights of a lane in a tile, a quarter of what half precision holds; and references for which 0 does as well. In a first
 // tile no lane's 16 weights then reach LIMIT.
 constexpr float LIMIT = BF16 ? 4294967296.0f : 16384.0f;
 constexpr float NEAR_BELOW = BF16 ? -24.0f : -2.0f, NEAR_ABOVE = BF16 ? 24.0f : 8.0f;

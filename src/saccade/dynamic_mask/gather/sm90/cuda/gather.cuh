@@ -35,7 +35,7 @@ constexpr int NOTES = INDICES ? 4 : 3;
 #endif
 constexpr int GATHER_LAG = STAGES > 2;  // tiles whose copies are under way while the next are asked for; 2 were slower
 
-// Where the number of a row stands among those of its tile. A lane of an accumulator holds columns 8i + 2t + {0, 1} of each eight i:
+// The place of a row's number among those of its tile. A lane of an accumulator holds columns 8i + 2t + {0, 1} of each eight i:
 // PAIRED_NOTES puts those of two eights side by side, 16 bytes for a lane.
 constexpr __device__ __forceinline__ int note_at(int row) {
     return PAIRED_NOTES ? row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2 : row;
