@@ -1,4 +1,4 @@
-"""Calls of `attention` that C++ makes again (`saccade.native`): which calls qualify, and how Python describes them to C++."""
+"""Calls of `attention` that C++ replays (`saccade.native`): which calls qualify, and how Python describes them to C++."""
 
 from __future__ import annotations
 

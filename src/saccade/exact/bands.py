@@ -20,7 +20,7 @@ _FEWEST_QUERIES = 64  # of a block
 
 
 class Band(NamedTuple):
-    """Of q_len queries and k_len keys: query i sees the keys i + low to i + high, and is in a block of so many queries."""
+    """A band of q_len queries and k_len keys: query i sees the keys i + low to i + high, and is in a block of so many queries."""
 
     low: int
     high: int
@@ -30,7 +30,7 @@ class Band(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Of a block."""
+        """The number of keys of a block."""
         return self.queries + max(0, self.high - self.low)
 
     @property
@@ -39,7 +39,7 @@ class Band(NamedTuple):
 
     @property
     def mask_numbers(self) -> int:
-        """Of the mask for one batch row."""
+        """The numbers in the mask for one batch row."""
         return self.blocks * self.queries * self.keys
 
 

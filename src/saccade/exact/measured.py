@@ -49,7 +49,7 @@ class Measured(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a call lies within its class, in quarters of an octave."""
+    """The place of a call within its class, in quarters of an octave."""
 
     problems: int
     queries: int
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 class Class(NamedTuple):
-    """What a call must share with a measured one."""
+    """The facts that a call must share with a measured one."""
 
     arch: int
     direction: str
@@ -130,8 +130,8 @@ _nearest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def way_of(problem: Problem) -> str:
-    """Who launches a call: C++ ("eager"), a graph in which host time is not paid ("captured"), or Python. The tables have no call of the
-    last kind but those that take longer on the device, whoever launches them ("any")."""
+    """The launcher of a call: C++ ("eager"), a graph in which host time is not paid ("captured"), or Python. Of the last kind the tables
+    have only calls that take longer on the device, whoever launches them ("any")."""
     if not problem.python_counts:
         return "captured"
     return "by Python" if problem.host_counts else "eager"
@@ -155,7 +155,7 @@ def place_of(problem: Problem) -> Place:
 
 
 def features_of(problem: Problem) -> str:
-    """What a call has besides queries, keys and values."""
+    """The features that a call has besides queries, keys and values."""
     form = "row" if problem.row_mask else "window" if problem.windows else "shared" if problem.mask_rows == 1 else "own"
     present = (
         (problem.q_len == 1, "one query"),

@@ -31,7 +31,7 @@ class Replayed(NamedTuple):
     layouts: Callable[[tuple[Tensor, ...]], list]
 
     def places(self, call: tuple) -> dict[str, Place]:
-        """Where C++ has the tensors of a call and of its results."""
+        """The places in C++ of the tensors of a call and of its results."""
         given = [name for name, x in zip(self.names, call, strict=False) if isinstance(x, Tensor)]
         return {name: (slot, 0) for slot, name in enumerate((*given, *self.results))}
 

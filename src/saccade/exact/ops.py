@@ -1,4 +1,4 @@
-"""What torch sees of an operation with a packed form: its ops and its autograd.Functions, derived from the record of its arguments.
+"""The parts of an operation with a packed form that torch sees: its ops and its autograd.Functions, derived from the record of its arguments.
 
 There is one opaque op for each direction. `Library.define` with a plain `autograd.Function` around it costs about a third of
 `custom_op` with `register_autograd` per call (10.9 against 31.9 us on one slow CPU core), which is visible on short sequences.

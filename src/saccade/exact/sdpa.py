@@ -43,8 +43,8 @@ def _why_not(problem: Problem) -> list[str]:
 
 
 def _why_not_so_many_rows(problem: Problem) -> list[str]:
-    """What torch's fused CUDA kernels fail at beyond `_MOST_ROWS` batch rows, however many heads these have. Tensors of another rank, or of float64,
-    go to its math path, which has no such limit."""
+    """The obstacle of calls at which torch's fused CUDA kernels fail: more than `_MOST_ROWS` batch rows, however many heads these have. Tensors of
+    another rank, or of float64, go to torch's math path, which has no such limit."""
     drops = problem.dropout_p > 0
     # a mask folds the heads of a group into queries of one head (`_without_repeating`), and K and V are repeated under any other
     one_query = problem.q_len == 1 and problem.heads != problem.kv_heads and problem.dtype in _HALF and not _has_mask(problem)
@@ -82,7 +82,7 @@ def _why_no_lse(problem: Problem) -> list[str]:
 
 
 class _Call(NamedTuple):
-    """What torch is asked: `added` is its attn_mask, boolean or floating."""
+    """The call of torch's function: `added` is its attn_mask, boolean or floating."""
 
     query: Tensor
     key: Tensor

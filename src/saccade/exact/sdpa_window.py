@@ -16,7 +16,7 @@ Attend = Callable[[AttentionArgs, Problem], tuple[Tensor, Tensor | None]]
 
 
 def why_not_with_window(problem: Problem, why_not: Callable[[Problem], list[str]]) -> list[str]:
-    """What is against a call with a window. why_not: of a call without one."""
+    """The obstacles to a call with a window. why_not: those of a call without one."""
     assert problem.window is not None, "the caller asks for calls with one"
     if problem.rank != 4:
         return [f"needs tensors of rank 4, [B, H, T, D], for {shown_window(problem.window)}, got rank {problem.rank}"]

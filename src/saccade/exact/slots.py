@@ -1,4 +1,4 @@
-"""What calls of `attention` and `attention_varlen` that C++ replays have in common: where C++ has their tensors, and how backward is planned."""
+"""The common parts of calls of `attention` and `attention_varlen` that C++ replays: where C++ has their tensors, and how backward is planned."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Backward(NamedTuple):
     unfold: Callable[[tuple], tuple] = tuple
 
     def __call__(self, *given: Any) -> tuple[Tensor, ...]:
-        """What C++ calls for an incoming gradient with a layout not seen before: the gradients. It also describes the launches for later calls."""
+        """The gradients. C++ calls this for an incoming gradient with a layout not seen before. It also describes the launches for later calls."""
         chosen, bias_grad = self.prepared.backend, self.prepared.problem.bias_grad
         names = (*self.inputs, "lse", "dout", *["out"] * chosen.saves_output, *["seed"] * self.has_seed)
         tensors = dict(zip((*names, *self.varying), given, strict=True))

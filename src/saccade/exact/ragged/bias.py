@@ -1,4 +1,4 @@
-"""What backward needs beside a bias, for sequences beyond a tile: the weights of a row from its scores, and the gradient of the bias.
+"""The numbers that backward needs with a bias, for sequences beyond a tile: the weights of a row from its scores, and the gradient of the bias.
 
     m = max_j (scale q k_j + bias_j), c = 1 / sum_j exp(scale q k_j + bias_j - m)      P = c exp(scale Q K^T + bias - m)
     dbias = sum of dS over the batch rows and heads that share it

@@ -1,4 +1,4 @@
-"""What the launches of a ragged call share: its sizes, and the sequences that each launch takes."""
+"""The facts that the launches of a ragged call share: its sizes, and the sequences that each launch takes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Configs(NamedTuple):
 MEASURED = Configs({}, {}, {}, {})
 
 # Numbers (sequences x heads x longest x D, D a power of two) up to which a call is one launch, padded to its longest sequence, and not one for
-# each bucket of lengths behind those that make the lists. Where host time counts, a model spends more of it on five launches than the device on
+# each bucket of lengths after those that make the lists. If host time counts, a model spends more of it on five launches than the device on
 # the padding: MiniLM, 256 sentences, a step of training: 0.72 of the speed of stock's padded attention with all of them, 0.90 with one.
 ONE_LAUNCH = 2**26
 # The same where padding costs more than that: while a CUDA graph is captured, where host time does not count, and beside a bias, whose launch has

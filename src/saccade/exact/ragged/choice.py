@@ -1,4 +1,4 @@
-"""Which kernels compute a ragged call, for its launchers and for `explain`. Imports torch alone."""
+"""The choice of kernels for a ragged call, for its launchers and for `explain`. Imports torch alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CONFIGS = {
 
 
 class Kind(NamedTuple):
-    """What decides which kernels compute a call, apart from where its tensors lie. group: query heads that share a key head."""
+    """The facts that decide which kernels compute a call, apart from where its tensors lie. group: query heads that share a key head."""
 
     arch: int
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class Kind(NamedTuple):
 
     @property
     def features(self) -> tuple[bool, bool, bool]:
-        """What kernels are compiled for: grouped heads, a mask, dropout."""
+        """The features that kernels are compiled for: grouped heads, a mask, dropout."""
         return self.group > 1, self.mask, self.dropout
 
 
@@ -121,7 +121,7 @@ def by_chunks(kind: Kind, *directions: str) -> bool:
 
 
 def named(direction: str, kind: Kind) -> tuple:
-    """What a failure to compile is remembered by."""
+    """The key under which a failure to compile is remembered."""
     columns = rounded(kind.head_dim)
     return "attention_varlen", f"long_{direction}_sm90", 4 if kind.dense else 3, columns, kind.dtype, kind.causal, *kind.features
 

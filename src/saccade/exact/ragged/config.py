@@ -10,13 +10,13 @@ from saccade.hardware import SMALL_SHARED
 TILES = (16, 32, 64, 128)  # of the buckets; longer sequences take the long form
 MAX_HEAD_DIM = 256
 TOKENS_MAX_DIM = 64  # of token tiles, without a window
-# The bucket from which the kernels of sm_90 for longer sequences (`sm90.py`) are faster than a whole tile where they take the call. Its times
+# The bucket from which the kernels of sm_90 for longer sequences (`sm90.py`) are faster than a whole tile if they take the call. Its times
 # forward / backward in ms, those of whole tiles in brackets, of 4,096 sequences of mean 82 and at most 128, 12 heads, bf16, one H200: D = 32
-# 0.360 / 0.744 (0.472 / 0.856), 64 0.453 / 1.032 (0.612 / 1.689), 128 0.861 / 2.410 (1.271 / 3.412). Of 64 tokens 0.179 / 0.347 (0.117 / 0.269) at
+# 0.360 / 0.744 (0.472 / 0.856), 64 0.453 / 1.032 (0.612 / 1.689), 128 0.861 / 2.410 (1.271 / 3.412). With 64 tokens 0.179 / 0.347 (0.117 / 0.269) at
 # D = 64: two warpgroups share the queries of a sequence, and one has none.
 FASTER_IN_CHUNKS = 128
-# What the kernels of sm_90 for longer sequences were timed with (docs/notes/long.md): one of these at a time, up to this D and from another on, and
-# of dense rows up to so many tokens. `auto` takes no backend `long` for other calls, and the ragged family computes them by Triton. Read at each call.
+# Features with which the kernels of sm_90 for longer sequences were timed (docs/notes/long.md): one at a time, up to this D and from another on,
+# and for dense rows up to so many tokens. `auto` takes no backend `long` for other calls, and the ragged family computes them by Triton. Read at each call.
 TIMED_HEAD_DIM = 64
 TIMED_FROM = {"grouped heads": 33, "masks": 33, "dropout": 1}
 TIMED_TOKENS = {"grouped heads": 256, "masks": 128, "dropout": 512}
@@ -135,7 +135,7 @@ class TokenConfig(NamedTuple):
 
 
 def token_config(direction: str, element_size: int, arch: int, block_d: int = TOKENS_MAX_DIM) -> TokenConfig:
-    """Of five forward and six backward shapes one that was fastest or near it at most sizes on an H100, at D = 32 and 64. float32, which has no matrix unit, takes small tiles.
+    """One of five forward and six backward shapes that was fastest or near it at most sizes on an H100, at D = 32 and 64. float32, which has no matrix unit, takes small tiles.
 
     Backward takes 64 rows where that was measured and on sm_100. Elsewhere they spill, with grouped heads and dropout 1,624 bytes a thread on sm_80
     and 1,720 on sm_120. Beyond D = 64, which only windows ask for, nothing was timed: shapes that spill little.

@@ -169,7 +169,7 @@ def row_sums(call: Call, bucket: Bucket, dout: Tensor, dlse: Tensor | None, out:
 
 
 class Weights(NamedTuple):
-    """What backward takes the weights of a row from: lse, and what stands in for the second; beside a bias the largest score and one over the sum."""
+    """The numbers from which backward takes the weights of a row: lse and a stand-in for the second; with a bias, the largest score and one over the sum."""
 
     shift: Tensor
     inverse: Tensor

@@ -94,7 +94,7 @@ def unmeasured_rule(problem: Problem) -> Rule:
 
 
 def _features(problem: Problem) -> list[str]:
-    """What a call has beside `lengths` and a causal mask, as `config.TIMED_TOKENS` names it."""
+    """The features that a call has besides `lengths` and a causal mask, as `config.TIMED_TOKENS` names them."""
     present = (problem.heads != problem.kv_heads, problem.mask is not None, problem.dropout_p > 0)
     return [name for name, there in zip(config.TIMED_TOKENS, present, strict=True) if there]
 

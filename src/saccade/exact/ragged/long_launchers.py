@@ -1,6 +1,6 @@
 """Launchers of the backend `long`: dense rows `[B, H, T, D]`, whole or with lengths, on the kernels of sm90.
 
-What depends on metadata alone is worked out at the first call of a signature: a plan, and how the results lie.
+Everything that depends on metadata alone is worked out at the first call of a signature: a plan, and how the results lie.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _mask_of(args: AttentionArgs) -> Tensor | None:
 
 
 class _Known(NamedTuple):
-    """What is worked out once for calls that differ in their data alone."""
+    """The parts that are worked out once for calls that differ in their data alone."""
 
     plan: sm90.Plan
     shapes: tuple[tuple[torch.Size, tuple[int, ...]], ...]  # sizes and strides of out, or of the gradients
@@ -45,7 +45,7 @@ class _Known(NamedTuple):
 
 
 def _known(args: AttentionArgs, key: Hashable, *moved: Tensor) -> _Known | None:
-    """What is known of a call whose tensors may be moved as they are; they lie as at the first call, but perhaps at odd addresses."""
+    """The known parts of a call whose tensors may be moved as they are; the tensors lie as at the first call, but perhaps at odd addresses."""
     found = None if args.launches is None else args.launches.get(key)
     return None if found is None or any(x.data_ptr() % 16 for x in moved) else found
 

@@ -79,7 +79,7 @@ class _Known(NamedTuple):
         return cuda.describe(plan.launch, tuple(maps), pointers)
 
     def lists(self, args: VarlenArgs) -> tuple[Place, ...]:
-        """Of cu_q, cu_k, members and count."""
+        """The places of cu_q, cu_k, members and count."""
         bucket = self.bucket
         return tuple([self.place(x) for x in (args.cu_seqlens_q, args.cu_seqlens_k, bucket.members, bucket.count)])
 

@@ -1,4 +1,4 @@
-"""Which sequences of a packed batch belong together: lists by length, made on the device.
+"""The sequences of a packed batch that belong together: lists by length, made on the device.
 
 A launch takes the sequences of one bucket, so that each gets the smallest tile that holds it. How many there are is known on the device alone:
 kernels read the count, and programs without work end at once. Lists keep the order of the batch, so that sums over sequences are the same in

@@ -85,7 +85,7 @@ def _on_16_bytes(tensor: Tensor) -> bool:
 
 
 def _named(tile: int, args: VarlenArgs) -> tuple[Any, ...]:
-    """What a failure to compile is remembered by."""
+    """The key under which a failure to compile is remembered."""
     return "attention_varlen", "ragged_backward", tile, args.query.shape[2], args.query.dtype, args.causal
 
 

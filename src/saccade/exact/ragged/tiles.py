@@ -52,7 +52,7 @@ def tile_of(tensor, strides, ROW: tl.constexpr, sequence, first, h, start, TILE:
 
 @triton.jit
 def inside_of(start, limit, head_dim, TILE: tl.constexpr, BLOCK_D: tl.constexpr, MASK_D: tl.constexpr):
-    """Which numbers of a tile exist."""
+    """The numbers of a tile that exist."""
     inside = (start + tl.arange(0, TILE) < limit)[:, None]
     if MASK_D:
         inside &= (tl.arange(0, BLOCK_D) < head_dim)[None, :]
@@ -84,7 +84,7 @@ def store_rows(
 def pairs_of(tensor, strides, row, h, first_query, first_key, queries, keys, WIDE: tl.constexpr):
     """Pointers to pairs of a mask or bias, strides (batch, head, query, key). queries, keys: places in a tile, as its lines and columns in either order.
 
-    WIDE: 32 bits do not hold a distance inside of a tile. Where they do, twice as many registers would spill.
+    WIDE: 32 bits do not hold a distance inside of a tile. If they do hold it, WIDE would spill twice as many registers.
     """
     base = tensor + row.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     # a loop's counter is a plain int under the interpreter
@@ -128,7 +128,7 @@ def clear_kernel(
 def survivors(
     seed, problem, dropout_p, first_query, first_key, longest_key, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Which weights of a tile survive dropout, int8 `[TILE_Q, TILE_K]`: the draw of `saccade.engine.philox` for rows of `longest_key` keys.
+    """The weights of a tile that survive dropout, int8 `[TILE_Q, TILE_K]`: the draw of `saccade.engine.philox` for rows of `longest_key` keys.
 
     One Philox call yields the words of four adjacent keys; first_key is a multiple of 4.
     """

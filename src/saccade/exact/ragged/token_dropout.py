@@ -59,9 +59,9 @@ def survivors_kernel(
 def survived(
     bits, h, total, words, queries, exist, first, start, left, KEYS: tl.constexpr, DOWN: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
-    """Which weights survive, bool `[queries, KEYS]`, or `[KEYS, queries]` with DOWN.
+    """The weights that survive, bool `[queries, KEYS]`, or `[KEYS, queries]` with DOWN.
 
-    queries: rows, with the first row of their sequence; start: the first of KEYS adjacent keys, a row too. What it says of pairs of two sequences has
+    queries: rows, with the first row of their sequence; start: the first of KEYS adjacent keys, a row too. Values for pairs of two sequences have
     no meaning. A row needs KEYS / 32 + 1 of its words. With a load for each pair forward took 99 us, more than with a draw for each.
     """
     place = start - first  # of the first key, negative if the sequence begins behind it

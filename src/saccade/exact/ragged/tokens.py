@@ -82,8 +82,8 @@ def _store(tensor, head_stride, ROW: tl.constexpr, h, rows, inside, head_dim, ti
 
 @triton.jit
 def _group(bounds, total, begin, stop, TILE: tl.constexpr):
-    """Of the rows `begin` to `stop - 1`: (rows, which exist, which belong to a sequence, first and last of each, the first key that they see, the
-    one behind the last)."""
+    """For the rows `begin` to `stop - 1`: (rows, which exist, which belong to a sequence, first and last of each, the first key that they see, the
+    one after the last)."""
     rows = begin + tl.arange(0, TILE)
     exist = rows < stop
     first = tl.load(bounds + rows, mask=exist, other=0)
@@ -112,7 +112,7 @@ def _has_nan(tile):
 
 @triton.jit
 def _visible(rows, first, last, keys, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Which pairs of queries (down) and keys (across) belong to one sequence, to a causal mask, and to a window."""
+    """The pairs of queries (down) and keys (across) that belong to one sequence, to a causal mask, and to a window."""
     seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None])
     if CAUSAL != FULL:
         seen &= keys[None, :] <= rows[:, None]

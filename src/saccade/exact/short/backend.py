@@ -143,7 +143,7 @@ def _slower_for_one_query(problem: Problem, grouped: bool) -> Rule | None:
 
 def _prefers_bias(problem: Problem) -> bool:
     """Whether these kernels are faster for a bias: up to D = 64, 1.2x to 4.1x up to 64 tokens and 1.0x to 2.2x at 128; at D = 128
-    for one that the batch shares (1.1x to 1.4x). Where host time counts only the latter was measured, and Swin's windows."""
+    for one that the batch shares (1.1x to 1.4x). If host time counts, only the latter and Swin's windows were measured."""
     if problem.dropout_p or problem.heads != problem.kv_heads:
         return False
     longest = max(problem.q_len, problem.kv_len)
@@ -158,7 +158,7 @@ def _prefers_bias(problem: Problem) -> bool:
 
 def _shared_bias(problem: Problem) -> bool:
     """Whether persistent programs hold the bias on chip: one that the batch shares, or that of a window, which several images share.
-    Of windows it is not measured yet whether they gain as much; torch's kernels, besides, are given a copy of their bias."""
+    It is not measured yet whether windows gain as much; torch's kernels, besides, are given a copy of their bias."""
     small = max(problem.q_len, problem.kv_len) <= 64 and problem.q_len > 1
     plain = not problem.dropout_p and problem.heads == problem.kv_heads
     shared = problem.mask_rows == 1 or 0 < problem.windows < problem.batch

@@ -120,7 +120,7 @@ def takes_tma(*tensors: Tensor) -> bool:
 
 
 def aligned(args: AttentionArgs) -> tuple[bool, ...]:
-    """Which tensors of a call start at a multiple of 16 bytes."""
+    """Whether each tensor of a call starts at a multiple of 16 bytes."""
     return tuple([t.data_ptr() % 16 == 0 for t in args[:6] if t is not None])
 
 

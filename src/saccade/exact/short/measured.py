@@ -17,7 +17,7 @@ _FEATURES = (
 
 
 def gains(problem: Problem, few: bool) -> Source | None:
-    """Where it was measured that these kernels are faster for such a call; None of what no committed table has. few: so few problems that
+    """The table that shows that these kernels are faster for such a call; None if no committed table has it. few: so few problems that
     they are taken beyond 64 tokens too."""
     feature = next((said for said, has in _FEATURES if has(problem)), "")
     longest = max(problem.q_len, problem.kv_len)

@@ -36,7 +36,7 @@ from saccade.launch.constants import LOG2E
 
 
 class BackwardCall(NamedTuple):
-    """What a launch of backward depends on: the forward call, the incoming gradient and the requested gradients."""
+    """The facts on which a launch of backward depends: the forward call, the incoming gradient and the requested gradients."""
 
     args: AttentionArgs
     dout: Tensor

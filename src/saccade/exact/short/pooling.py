@@ -101,7 +101,7 @@ def pooled_scores(
 
 @triton.jit
 def pooled_dropout(seed, problem, dropout_p, kv_len, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr):
-    """Which weights survive, `[HEADS, BLOCK_KV]`."""
+    """The weights that survive, `[HEADS, BLOCK_KV]`."""
     keep = dropout_keep(tl.load(seed), problem, dropout_p, 0, kv_len, 1, BLOCK_KV, HEADS)
     return tl.reshape(keep, (HEADS, BLOCK_KV))
 

@@ -74,7 +74,7 @@ class Moved(NamedTuple):
 
     @property
     def box(self) -> tuple[int, ...]:
-        """What one copy moves."""
+        """The box that one copy moves."""
         return 1, 1, 64, self.columns
 
 

@@ -158,7 +158,7 @@ def dropout_keep(
     seed, problem, dropout_p, first_query, kv_len,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Which weights survive, bool `[BLOCK_Q, BLOCK_KV]` or `[HEADS, BLOCK_Q, BLOCK_KV]`: see `saccade.engine.philox`.
+    """The weights that survive, bool `[BLOCK_Q, BLOCK_KV]` or `[HEADS, BLOCK_Q, BLOCK_KV]`: see `saccade.engine.philox`.
 
     One Philox call yields four words for four adjacent keys; only the resulting bits, as bytes, are converted to another layout.
     """
@@ -211,7 +211,7 @@ def bias_row(b, strides):
 def inside_pairs(
     first_query, q_len, kv_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr
 ):
-    """Which query-key pairs exist; for a single row, which keys."""
+    """The query-key pairs that exist; for a single row, the keys that exist."""
     inside = along(tl.arange(0, BLOCK_KV) < kv_len, 1, HEADS)
     if KIND != ROW:
         inside &= along(first_query + tl.arange(0, BLOCK_Q) < q_len, 2, HEADS)

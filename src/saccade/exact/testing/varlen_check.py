@@ -175,7 +175,7 @@ def run_packed(
 
 
 def _rows(lengths: tuple[int, ...], longest: int, device: torch.device) -> Tensor:
-    """Where the tokens of packed sequences lie in padded ones, `[T]`. Made on the CPU: to look for them on a GPU would wait for it."""
+    """The places of the tokens of packed sequences in padded ones, `[T]`. Made on the CPU: to look for them on a GPU would wait for it."""
     return torch.tensor([row * longest + t for row, n in enumerate(lengths) for t in range(n)], dtype=torch.int64).to(device)
 
 

@@ -114,7 +114,7 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` over sequences of different lengths, packed one behind another: no padding is read, multiplied or written.
 
-    Of sequence s, `out_s = softmax(scale * Q_s K_s^T + bias) V_s`, where Q_s are the rows `cu_seqlens_q[s]` to `cu_seqlens_q[s + 1] - 1`
+    For sequence s, `out_s = softmax(scale * Q_s K_s^T + bias) V_s`, where Q_s are the rows `cu_seqlens_q[s]` to `cu_seqlens_q[s + 1] - 1`
     of query, and K_s and V_s those of key and value by cu_seqlens_k. Any sequence may be empty.
 
     Args:

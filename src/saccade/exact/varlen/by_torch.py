@@ -77,7 +77,7 @@ def _cleared(tokens: Tensor, real: Tensor) -> Tensor:
 
 
 def _real(tokens: Tensor, offsets: Tensor) -> Tensor:
-    """Which tokens belong to a sequence, `[T, 1]`."""
+    """Whether each token belongs to a sequence, `[T, 1]`."""
     return (torch.arange(tokens.shape[0], device=tokens.device) < offsets[-1])[:, None]
 
 
@@ -95,7 +95,7 @@ def _why_not_grouped(problem: VarlenProblem) -> list[str]:
 
 
 def _why_no_mask(problem: VarlenProblem, window: Window) -> list[str]:
-    """What is against the mask of a window."""
+    """The obstacles to the mask of a window."""
     numbers = band_of(problem.max_q, problem.max_k, *ends_of(window), problem.causal in HIDE_LATER).mask_numbers
     if numbers <= MOST:
         return []

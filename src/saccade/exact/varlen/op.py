@@ -20,7 +20,7 @@ from saccade.native.described import KEYS, QUERIES
 
 
 def _shapes(args: VarlenArgs) -> tuple[Any, Any]:
-    """What a failure is remembered by, of query and key: the number of tokens changes with each batch."""
+    """Shapes of query and key under which a failure is remembered: the number of tokens changes with each batch."""
     (_, heads, dim), kv_heads = args.query.shape, args.key.shape[1]
     query = SimpleNamespace(shape=(1, heads, args.max_q, dim), dtype=args.query.dtype)
     return query, SimpleNamespace(shape=(1, kv_heads, args.max_k, dim), dtype=args.query.dtype)

@@ -1,4 +1,4 @@
-"""What a call of `attention_varlen` is: checks of its arguments, and its description without the data."""
+"""A call of `attention_varlen`: checks of its arguments, and its description without the data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CAUSAL = {FULL: "", UPPER_LEFT: "causal", BOTTOM_RIGHT: "causal, bottom-right",
 
 @dataclass(frozen=True)
 class VarlenProblem:
-    """What is asked, without the data and without the number of tokens, which changes from batch to batch.
+    """A call without its data and without the number of tokens, which changes from batch to batch.
 
     same_lengths: queries and keys share one tensor of cu_seqlens. bias: None, or its dtype. window: None where it hides nothing.
     """

@@ -55,7 +55,7 @@ BIAS_GRADIENT_PARAMETERS = Parameters(
 
 
 class Features(NamedTuple):
-    """What a call is besides its tensors: features that kernels are compiled for, and numbers. half_sums: products are added in float16."""
+    """A call without its tensors: features that kernels are compiled for, and numbers. half_sums: products are added in float16."""
 
     is_causal: bool
     dropout_p: float

@@ -3,9 +3,9 @@
 //   P = exp(scale Q K^T - lse)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dK = scale dS^T Q    dQ = scale dS K
 //   delta = rowsum(dO O) - dlse
 //
-// With dropout dV = (P kept)^T dO / (1 - p) and dS = P (dP kept / (1 - p) - delta): -delta is added behind dP, onto which it is summed without.
+// With dropout dV = (P kept)^T dO / (1 - p) and dS = P (dP kept / (1 - p) - delta): -delta is added after dP, onto which it is summed without.
 //
-// Keys come in rounds of 128, queries in chunks of 64. Of the four warpgroups of a block
+// Keys come in rounds of 128, queries in chunks of 64. The four warpgroups of a block:
 //
 //   keys 0, 1   own 64 keys of a round each and form everything transposed: S^T = K Q^T, dP^T = V dO^T; P^T and dS^T stay in registers as left
 //               factors of dV and dK; dS^T goes to shared memory too
@@ -15,7 +15,7 @@
 //
 // shared memory:   | K, V: two rounds | Q, dO: STAGES chunks | dS^T: two chunks | O: two chunks | -lse, -delta of each chunk | rounds | barriers |
 //
-// Of GROUPED heads a round meets the chunks of all query heads that share its keys, one head after another: their dK and dV add up in the registers
+// With GROUPED heads a round meets the chunks of all query heads that share its keys, one head after another: their dK and dV add up in the registers
 // where those of one head do, and dQ of each head is parked beside that of the others.
 //
 // Barriers, each with one that says that its memory was read: KEYS (a round's K and V are there, and what it is), CHUNK (a chunk's Q and dO),
@@ -87,7 +87,7 @@ __device__ __forceinline__ Round read_round(u32 from) {
     return Round{Item{head, Item::batch_of(row), told(from, 2), told(from, 3), told(from, 4), told(from, 5), told(from, 6), row}, told(from, 7)};
 }
 
-// The rows of a round where results are written. Of GROUPED heads read once more, for the loops around a chunk leave it no registers.
+// The rows of a round where results are written. With GROUPED heads they are read once more, for the loops around a chunk leave them no registers.
 __device__ __forceinline__ Item item_to_write(const Round& round, u32 from) {
     return GROUPED ? read_round(from).item : round.item;
 }
@@ -398,7 +398,7 @@ struct Queries {
     }
 };
 
-// What is read: maps of the tensors, and the numbers of each query, at [batch][head][row]. delta is written in the first round if OWN_DELTA.
+// The inputs: maps of the tensors, and the numbers of each query, at [batch][head][row]. delta is written in the first round if OWN_DELTA.
 struct Inputs {
     const TensorMap &query, &key, &value, &dout, &out;
     const float *lse, *dlse;

@@ -1,4 +1,4 @@
-// Which weights of a tile survive dropout, by the draw that all backends share (saccade/engine/philox.py): four adjacent keys of a query take the
+// The weights of a tile that survive dropout, by the draw that all backends share (saccade/engine/philox.py): four adjacent keys of a query take the
 // four words of one Philox call. No lane holds all four, so the lanes that share calls divide them among themselves and swap bits: each call is made
 // once. Bit 4i + 2h + b says whether d[4i + 2h + b] survives (long_sm90.cuh).
 #pragma once
@@ -49,7 +49,7 @@ private:
         return bits;
     }
 
-    // Of each 2 BY bits the first BY of two lanes come together in the lower lane, and the last BY of both in the upper one: a step of a transpose.
+    // The first BY of each 2 BY bits of two lanes come together in the lower lane, and the last BY of both in the upper one: a step of a transpose.
     // The lanes' numbers differ in bit LANE.
     template <int LANE, int BY>
     static __device__ __forceinline__ u32 swap(u32 bits) {

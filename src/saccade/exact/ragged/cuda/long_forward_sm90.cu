@@ -311,8 +311,8 @@ struct Loads {
 
     __device__ __forceinline__ void run() {
         const int blocks = (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS, all = batch.items() * blocks;
-        // Blocks of one head run beside each other and share its keys and values in L2; the longest of a causal one first. Where a team would always
-        // get the same of them, it takes turns.
+        // Blocks of one head run beside each other and share its keys and values in L2; the longest of a causal one first. If a team would always
+        // get the same of them, teams take turns.
         const int teams = TEAMS * gridDim.x;
         const bool turns = CAUSAL && teams % blocks == 0;
         int round = 0;

@@ -1,4 +1,4 @@
-// What forward and backward of sequences beyond 128 tokens share on sm_90a: tiles in shared memory, the rows of a sequence, the batch.
+// The parts that forward and backward of sequences beyond 128 tokens share on sm_90a: tiles in shared memory, the rows of a sequence, the batch.
 //
 // A warpgroup computes on 64 rows of an accumulator, 16 a warp. Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and
 // columns 8i + 2t + {0, 1} of each column group i of 8: d[4i + 2h + b]. Rounded to 16 bits, columns 16j .. 16j + 15 are four registers, the left
@@ -97,7 +97,7 @@ __device__ __forceinline__ int between(int low, int x, int high) {
 struct Item {
     int head, batch, q_first, q_len, k_first, k_len, k_rows, sequence;
 
-    // What is told to others in place of the batch row: the draw of dropout counts sequences, and packed ones are all of batch row 0.
+    // The number that others get in place of the batch row: the draw of dropout counts sequences, and packed ones are all of batch row 0.
     __device__ __forceinline__ int told_row() const { return DROPOUT ? sequence : batch; }
     static __device__ __forceinline__ int batch_of(int told_row) { return DROPOUT && PACKED ? 0 : told_row; }
 
@@ -185,7 +185,7 @@ struct Strides {
     }
 };
 
-// Which pairs a mask shows, as bits (mask_bits.cu): a word for each 64 columns of a row. Rows are queries in forward, and keys in backward, which
+// The pairs that a mask shows, as bits (mask_bits.cu): a word for each 64 columns of a row. Rows are queries in forward, and keys in backward, which
 // forms everything transposed. As with Group a kernel without a mask has none of it.
 #if MASK
 struct MaskBits {

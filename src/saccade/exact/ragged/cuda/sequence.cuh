@@ -10,7 +10,7 @@ constexpr int PITCH = HEAD_DIM * 2;             // bytes of a row
 constexpr int TILE_BYTES = ROWS * PITCH;
 constexpr int THREADS = 32 * WARPS;
 
-// Where chunk c of a row lies: eight rows of one column then meet eight different groups of banks. Rows of 64 bytes lie two in a line of
+// The place of chunk c of a row: eight rows of one column then meet eight different groups of banks. Rows of 64 bytes lie two in a line of
 // banks, so that every second row changes the place.
 __device__ __forceinline__ u32 chunk_at(u32 tile, int row, int chunk) {
     int key = HEAD_DIM == 32 ? row / 2 % 4 : row % 8;
@@ -33,7 +33,7 @@ struct Batch {
     }
 };
 
-// The (sequence, head) pairs of a block, in order. Which sequence a pair belongs to and where its rows begin are two loads, one behind the other,
+// The (sequence, head) pairs of a block, in order. A pair's sequence, and the place where its rows begin, are two loads, one after the other,
 // of 0.6 us each: the first is asked for three pairs ahead and the second two ahead, so that nobody waits for them.
 struct Walk {
     const Batch& batch;

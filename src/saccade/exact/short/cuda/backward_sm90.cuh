@@ -1,4 +1,4 @@
-// What the three forms of backward share beside rounded weights (weights_sm90.cuh): which tensors they read, and how a tile's rows are asked for.
+// The parts that the three forms of backward share besides rounded weights (weights_sm90.cuh): their tensors, and the loads of a tile's rows.
 //
 //   backward_sm90.cu             four tiles of a problem lie in shared memory, and the results take their places
 //   backward_turns_sm90.cu       three tiles, and K takes V's place (64 x 256)

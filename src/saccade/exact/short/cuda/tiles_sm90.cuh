@@ -1,4 +1,4 @@
-// What the kernels of sm_90a for short sequences share: tiles of whole sequences in shared memory, their products, and their way in and out.
+// The parts that the kernels of sm_90a for short sequences share: tiles of whole sequences in shared memory, their products, and their way in and out.
 //
 // A warpgroup computes on 64 rows of an accumulator, 16 a warp. Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and
 // columns 8i + 2t + {0, 1} of each column group i of 8: d[4i + 2h + b]. Two neighbours rounded to 16 bits share a register; four such
@@ -85,7 +85,7 @@ __device__ __forceinline__ void meet(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(OF_WARPGROUP + warpgroup) : "memory");
 }
 
-// Where this lane's row of fragment `step` (16 columns) lies, of the 16 rows of its warp within row group `group`. 16-byte chunk c of a row is at
+// The place of this lane's row of fragment `step` (16 columns), of the 16 rows of its warp within row group `group`. 16-byte chunk c of a row is at
 // place c ^ (row % 8) (rows of 64 bytes: c ^ (row / 2 % 4)); a fragment's two chunks differ in bit 0, so that a step is one exclusive or.
 template <int COLUMNS>
 __device__ __forceinline__ u32 fragment(int group, int step) {

@@ -2,7 +2,7 @@
 #pragma once
 #include "tiles_sm90.cuh"
 
-// What a lane knows of its two queries.
+// The numbers that a lane has of its two queries.
 struct Rows {
     float shift[2];  // lse in base 2; infinite beyond the last query, whose weights are then 0
 

@@ -1,5 +1,5 @@
-// What backward needs of each row before its products: delta = rowsum(dout * out) - dlse, which it subtracts from each dP, and `shift`, the lse
-// in base 2, +inf where a row sees no key. Where lse is too coarse shift is FAR_SHIFT, and `far` has the row's maximum and log2 of its
+// The numbers of each row that backward needs before its products: delta = rowsum(dout * out) - dlse, which it subtracts from each dP, and `shift`, the lse
+// in base 2, +inf if a row sees no key. If lse is too coarse, shift is FAR_SHIFT, and `far` has the row's maximum and log2 of its
 // sum (far.cuh). Eight lanes share a row.
 //
 // Shared memory, if a row of the block is far:   | maximum and sum: WARPS x 32 rows |

@@ -1,4 +1,4 @@
-// Which weights survive dropout, by the draws that all backends share: Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011), as
+// The weights that survive dropout, by the draws that all backends share: Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011), as
 // saccade/engine/philox.py defines it.
 //
 // The function is not that of launch/cuda/philox.cuh, which makes the two halves of a product one by one: with that one, 57 of 81 configurations

@@ -1,4 +1,4 @@
-// What the kernels of backward do with a tile of ROWS queries and KEYS keys: scores and dP by products along the head dim, dropped
+// The work of the kernels of backward on a tile of ROWS queries and KEYS keys: scores and dP by products along the head dim, dropped
 // weights P' and score gradients dS = P (dP - delta) to shared memory, in float16; and products with those.
 //
 // P' and dS go through shared memory because each is an operand of two products that sum over different axes (P'^T dO, dS^T Q over

@@ -1,4 +1,4 @@
-// What Volta's kernels need beside the numbers that families share: pairs of halves, base-2 logarithm, exchange between lanes.
+// Operations that Volta's kernels need besides the numbers that families share: pairs of halves, base-2 logarithm, exchange between lanes.
 #pragma once
 #include "numbers.cuh"
 

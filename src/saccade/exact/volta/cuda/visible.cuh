@@ -1,4 +1,4 @@
-// Which key a query sees, and the bias on a score. MASK: 0 none, 1 bytes (0 = hidden), 2 float16 added, 3 float32 added.
+// Whether a query sees a key, and the bias on a score. MASK: 0 none, 1 bytes (0 = hidden), 2 float16 added, 3 float32 added.
 #pragma once
 #include "instruction.cuh"
 
