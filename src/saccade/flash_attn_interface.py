@@ -1,7 +1,7 @@
 """The functions of flash-attn 2 by their names and argument orders, so that `import saccade.flash_attn_interface as flash_attn` serves code written for it.
 
 Tensors are laid out as there: `[B, S, H, D]`, packed `[T, H, D]`. A causal mask and a window are aligned with the last key (lower right), and -1 is no limit
-of a window. What has no counterpart here (ALiBi slopes, soft caps, paged keys, the sinks that FlashAttention-3 calls `s_aux`) raises `InvalidArgument`, and so does a tensor of
+of a window. An argument without a counterpart here (ALiBi slopes, soft caps, paged keys, the sinks that FlashAttention-3 calls `s_aux`) raises `InvalidArgument`, and so does a tensor of
 another shape. With `deterministic=True` a kernel of ours computes a call that needs a gradient, since torch's add dq in another order from run to run; a call that
 none of ours takes is refused. `torch.use_deterministic_algorithms(True)` holds for every call. Source: Dao, FlashAttention-2 (2023), and the signatures of its package.
 """
@@ -108,7 +108,7 @@ def flash_attn_func(
 ) -> Any:
     """`saccade.attention` for q `[B, Tq, H, D]`, k and v `[B, Tk, Hkv, D]`, where Hkv may divide H; out `[B, Tq, H, D]`.
 
-    With return_attn_probs `(out, lse, None)`, lse float32 `[B, H, Tq]`. Where Tq differs from Tk a causal mask and a window take a mask `[Tq, Tk]`.
+    With return_attn_probs `(out, lse, None)`, lse float32 `[B, H, Tq]`. If Tq differs from Tk, a causal mask and a window take a mask `[Tq, Tk]`.
     """
     _refuse(softcap, alibi_slopes, s_aux=s_aux)
     causal, window = check_flag("causal", causal), _window(window_size)

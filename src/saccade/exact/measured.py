@@ -130,8 +130,8 @@ _nearest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def way_of(problem: Problem) -> str:
-    """The launcher of a call: C++ ("eager"), a graph in which host time is not paid ("captured"), or Python. Of the last kind the tables
-    have only calls that take longer on the device, whoever launches them ("any")."""
+    """The launcher of a call: C++ ("eager"), a graph in which host time is not paid ("captured"), or Python. The tables
+    have calls of the last kind only if they take longer on the device, whoever launches them ("any")."""
     if not problem.python_counts:
         return "captured"
     return "by Python" if problem.host_counts else "eager"

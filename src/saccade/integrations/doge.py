@@ -47,7 +47,7 @@ _BEFORE, _FIRST, _AFTER = 0, 1, torch.iinfo(torch.int32).max
 
 
 class Call(NamedTuple):
-    """What a layer passes in addition to the scores: documents `[B, Tk]` or None, the number of keys to keep, and a bounded cache
+    """The arguments that a layer passes in addition to the scores: documents `[B, Tk]` or None, the number of keys to keep, and a bounded cache
     or None."""
 
     documents: Tensor | None

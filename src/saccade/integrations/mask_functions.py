@@ -9,7 +9,7 @@ HOLE, OTHER_HOLE, THIRD_HOLE = object(), object(), object()
 
 
 def found_in(given: Any, pattern: Any) -> dict[object, Any]:
-    """What stands in the holes of a pattern, by hole; empty if `given` is another function."""
+    """The values in the holes of a pattern, by hole; empty if `given` is another function."""
     found: dict[object, Any] = dict.fromkeys((HOLE, OTHER_HOLE, THIRD_HOLE))
     return found if fits(given, pattern, found) else {}
 

@@ -32,8 +32,8 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What stands in the place of torch's function under `replace_sdpa`: `saccade.attention`, or torch's function where only that
-    has a meaning; see there."""
+    """The function in the place of torch's under `replace_sdpa`: `saccade.attention`, or torch's function if only that has a meaning; see
+    `replace_sdpa`."""
     if is_causal_bias(attn_mask):
         # the bias calls again what it knows as torch's function, which is the one that stands in torch.nn.functional at this moment
         given = (query, key, value, attn_mask, dropout_p, is_causal)
@@ -78,7 +78,7 @@ def _every_kernel_of_torch_is_allowed() -> bool:
 
 
 class _Process:
-    """What is replaced in this process: how many handles want it, and what stood there before the first. Guarded by `lock`."""
+    """The replacement in this process: how many handles want it, and what stood there before the first. Guarded by `lock`."""
 
     def __init__(self) -> None:
         self.lock, self.wanted = threading.Lock(), 0
@@ -172,13 +172,13 @@ def replace_sdpa() -> Replacement:
     The function that stands there meanwhile has torch's signature and meaning: `softmax(scale * Q K^T + mask) V` of `[B, H, T, D]`.
     A call that `attention` refuses and torch takes (a mask together with `is_causal`) runs torch's function, and so do calls
     under vmap, jvp and the other transformations of `torch.func`, and tensors of subclasses with a `__torch_function__` of their own.
-    Where somebody has chosen among torch's kernels, by `torch.nn.attention.sdpa_kernel` or by a function such as
+    If somebody has chosen among torch's kernels, by `torch.nn.attention.sdpa_kernel` or by a function such as
     `torch.backends.cuda.enable_cudnn_sdp(False)`, torch's function runs every call; `sdpa_kernel(SDPBackend.MATH)` has second derivatives.
     Dropout follows `torch.manual_seed`, with other draws than torch's where a kernel of saccade runs.
 
     `torch.compile` compiles a function anew where it meets another one in this place than before, so a program that was compiled inside the
-    block is not run outside of it, nor the other way round. What no longer looks there keeps the function that it was made with: a graph of
-    `torch.export`, of AOTInductor or of `torch.fx`, and a captured CUDA graph. A choice of kernels is read when a function is compiled.
+    block is not run outside of it, nor the other way round. A graph of `torch.export`, of AOTInductor or of
+    `torch.fx`, and a captured CUDA graph, no longer look there: they keep the function with which they were made. A choice of kernels is read when a function is compiled.
 
     Replacements may be nested and given up in any order: they are counted, and the last one restores what stood there before the
     first. All threads see the same function at any time, whichever thread replaced it.

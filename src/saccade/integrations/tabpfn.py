@@ -20,7 +20,7 @@ from saccade.hardware import arch_of, has_package
 
 
 class SaccadeBackend:
-    """What TabPFN's registry holds: it takes a call where a kernel of ours is measured to be the best choice, and leaves the others.
+    """The entry in TabPFN's registry: it takes a call if a kernel of ours is measured to be the best choice, and leaves the others.
 
     `softmax(Q K^T / sqrt(D)) V` of `[B, S, H, D]`, full attention, keys and values with H or fewer heads.
     """

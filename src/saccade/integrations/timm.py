@@ -15,7 +15,7 @@ from saccade.integrations.timm_layers import BY_HAND, has_softmax, patched_class
 
 
 class Patch:
-    """What `patch` has done to a model, and the way back. As a context manager it restores at the end of the block."""
+    """The changes that `patch` has made to a model, and the way back. As a context manager it restores at the end of the block."""
 
     def __init__(self, model: nn.Module, skip_unknown: bool) -> None:
         self._model = type(model).__name__
@@ -110,7 +110,7 @@ def patch(model: nn.Module, *, skip_unknown: bool = False) -> Patch:
 
     Outputs and gradients are those of the model up to rounding. Dropout of attention weights has the same distribution, but other
     draws. Weights and their names, checkpointing, deep copies and `torch.compile` stay as they are; to pickle a whole model, restore it
-    first. What `attention` refuses and torch takes runs torch's function, as under `replace_sdpa`.
+    first. A call that `attention` refuses and torch takes runs torch's function, as under `replace_sdpa`.
 
     Args:
         model: a model of timm, or any module around some of its layers. Layers of others are patched too, where a method of theirs

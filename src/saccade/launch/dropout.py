@@ -13,13 +13,13 @@ def drop_threshold(dropout_p: float) -> int:
 def word_threshold(dropout_p: float) -> int:
     """The threshold below which a whole word of 32 bits drops a weight: its upper 24 bits are the draw.
 
-    Where float32(dropout_p) is 1, no word should be left, but 2^32 does not fit: then `survival_inverse` is 0.
+    If float32(dropout_p) is 1, no word should be left, but 2^32 does not fit: then `survival_inverse` is 0.
     """
     return min(drop_threshold(dropout_p) << 8, 2**32 - 1)
 
 
 def survival_inverse(dropout_p: float) -> float:
-    """What weights that are left are multiplied with, 1 / (1 - p); 0 where float32(dropout_p) is 1."""
+    """The factor of weights that are left, 1 / (1 - p); 0 if float32(dropout_p) is 1."""
     return 0.0 if _in_float32(dropout_p) == 1.0 else 1.0 / (1.0 - dropout_p)
 
 

@@ -1,4 +1,4 @@
-"""Which of four adjacent weights survive dropout, for Triton kernels: one Philox call draws their four words."""
+"""The survivors of dropout among four adjacent weights, for Triton kernels: one Philox call draws their four words."""
 
 import triton
 import triton.language as tl

@@ -31,7 +31,7 @@ _PROCESSORS = {
 def load(folder: Path) -> ctypes.CDLL:
     """The library of all `*.cpp` of a folder, compiled at the first use on a machine, which takes some seconds.
 
-    Where the cache folder cannot be used, each process compiles it again, and one warning says so.
+    If the cache folder cannot be used, each process compiles the library again, and one warning says so.
 
     Raises:
         CompilerUnavailable: there is no C++ compiler here, or it cannot be run, or does not end.
@@ -56,7 +56,7 @@ def load(folder: Path) -> ctypes.CDLL:
 
 
 def path_of(folder: Path) -> Path:
-    """Where the library is kept: the name depends on the sources, the compiler and the processor."""
+    """The path of the kept library: the name depends on the sources, the compiler and the processor."""
     sources = [path.read_text() for path in sorted(folder.glob("*.[ch]pp"))]
     digest = hashlib.sha256("\0".join([*sources, *command(folder, Path("x")), MARK.decode()]).encode()).hexdigest()[:32]
     return cache_folder() / "native" / f"saccade_{folder.parent.name}-{digest}.so"

@@ -9,7 +9,7 @@ MARK = b"\nsaccade library 1\n"
 
 
 def seal(name: str, library: bytes) -> bytes:
-    """What stands behind a library of this name."""
+    """The seal that follows a library of this name."""
     return MARK + hashlib.sha256(name.encode() + b"\0" + library).digest()
 
 

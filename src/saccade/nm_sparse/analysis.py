@@ -27,7 +27,7 @@ from saccade.nm_sparse.reference import select
 
 
 def kept_by_pattern(scores: Tensor, pattern: str, dense_first: int = 0, dense_recent: int = 0) -> Tensor:
-    """Which of `scores [.., Tk]` (-inf where invisible) an N:M pattern keeps, bool; the rule of `nm_sparse_attention`.
+    """The `scores [.., Tk]` (-inf if invisible) that an N:M pattern keeps, bool; the rule of `nm_sparse_attention`.
 
     dense_first, dense_recent: as in `nm_sparse_attention`; with one of them scores are `[.., Tq, Tk]`, of the queries from 0 on.
     """
@@ -40,7 +40,7 @@ def kept_by_pattern(scores: Tensor, pattern: str, dense_first: int = 0, dense_re
 
 
 def kept_by_top_k(scores: Tensor, density: float) -> Tensor:
-    """Which of `scores [.., Tk]` are among the `round(density * Tk)` largest of their row, at least one; bool."""
+    """The `scores [.., Tk]` that are among the `round(density * Tk)` largest of their row, at least one; bool."""
     _check_scores(scores)
     count = min(max(1, round(_density(density) * scores.shape[-1])), scores.shape[-1])
     best = scores.topk(count, dim=-1).indices

@@ -98,8 +98,8 @@ def nm_sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` with N:M pruned scores: `softmax(prune(scale * Q K^T + mask)) V`, the softmax over the kept scores only.
 
-    Of each M consecutive keys (groups begin at key 0) a query keeps the N visible ones with the largest scores, ties going to the
-    lower index. Invisible keys never displace visible ones: a group cut by the causal edge, a mask or the end of the keys keeps
+    In each group of M consecutive keys (groups begin at key 0) a query keeps the N visible ones with the largest scores, ties going
+    to the lower index. Invisible keys never displace visible ones: a group cut by the causal edge, a mask or the end of the keys keeps
     its N best visible keys, or all of them if there are at most N. Gradients flow only through the kept scores, by the selection
     that forward made. It is stored for backward with one bit per score, unless `saccade.nm_sparse.recompute_selection()` is active.
 

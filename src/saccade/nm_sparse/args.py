@@ -36,7 +36,7 @@ class NMSparseArgs(NamedTuple):
     """The tensors and numbers of one `nm_sparse_attention` call, after checking; the same for every backend.
 
     Shapes: query, key, value, mask, bias and seed as in `AttentionArgs`; block_mask bool `[B or 1, H or 1, Tq / 64, Tk / 64]`,
-    rounded up. Of each `pattern_m` consecutive keys, `pattern_n` are kept; dense_first, dense_recent: multiples of `pattern_m`, the
+    rounded up. In each `pattern_m` consecutive keys, `pattern_n` are kept; dense_first, dense_recent: multiples of `pattern_m`, the
     keys that are never pruned (`reference.never_pruned` has the rule).
     """
 

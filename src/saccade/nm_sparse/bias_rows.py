@@ -41,7 +41,7 @@ def bias_rows(bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
 
 
 def shown_values(bias: Tensor, value: Tensor) -> Tensor:
-    """Which values `[B, Hkv, Tk, D]` may be multiplied by weights of 0, bool `[B, Hkv, Tk, 1]`: finite ones, and those of keys that a
+    """The values `[B, Hkv, Tk, D]` that may be multiplied by weights of 0, bool `[B, Hkv, Tk, 1]`: finite ones, and those of keys that a
     bias of `bias_rows` shows to a query of the heads that share them."""
     shown = torch.empty(*value.shape[:3], dtype=torch.bool, device=value.device)
     run(shown_values_call, (value, bias, shown), (), lambda device: None)

@@ -1,6 +1,6 @@
 """The compressed format of sparse tensor cores in plain torch: kept numbers row by row, and metadata in the CUTLASS layout.
 
-Of each group, 4 consecutive numbers of 16 bits or 2 of 32 bits, half are kept, in order. Four bits of metadata say which ones:
+Half of each group, 4 consecutive numbers of 16 bits or 2 of 32 bits, is kept, in order. Four bits of metadata say which ones:
 the index of the first kept number in the low two bits, that of the second in the high two. A 32-bit number counts as two halves,
 so 0x4 keeps the first and 0xE the second. Four groups make a 16-bit element, low bits first. Elements [rows, columns] are then
 permuted (Dfss, appendix A.1.1, Eq. 9): row r moves to `r // 32 * 32 + r % 8 * 4 + r % 32 // 8`, the upper right and lower left
@@ -36,9 +36,9 @@ def padded(q_len: int, kv_len: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def choose(scores: Tensor, keep: int, group: int, per_group: int) -> Tensor:
-    """Which of `scores [.., columns]` fill the slots of their groups: indices int64 `[.., groups, kept]`, ascending.
+    """The `scores [.., columns]` that fill the slots of their groups: indices int64 `[.., groups, kept]`, ascending.
 
-    Of each `group` the `keep` largest are chosen; of equal ones those at lower indices, and NaN before all others. The result has
+    The `keep` largest of each `group` are chosen; of equal ones those at lower indices, and NaN before all others. The result has
     the groups of the format, of `per_group` numbers each. Unlike in `nm_sparse.select`, every slot is filled, with -inf if
     nothing else is left.
     """

@@ -3,7 +3,7 @@
 All backends share the backward of `masked`, which has a faster form for sm_90. It takes the selection that forward stored, one bit
 per score, and does not derive it from scores of its own: another kernel sums `Q K^T` in another order (tile shapes, matrix
 instructions, TF32), so scores that nearly tie could be ranked differently, and P, dS and the saved lse would then belong to
-different sets of keys. Stored bits are exact for any forward. Where they take too much memory between forward and backward,
+different sets of keys. Stored bits are exact for any forward. If they take too much memory between forward and backward,
 `recompute_selection` drops them, and backward runs the same forward kernel again: the same binary on the same numbers gives the same bits.
 """
 

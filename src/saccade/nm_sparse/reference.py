@@ -43,7 +43,7 @@ def whole_tiles(block_mask: Tensor, q_len: int, kv_len: int, block: int) -> Tens
 
 
 def never_pruned(q_len: int, kv_len: int, group: int, dense_first: int, dense_recent: int, device: torch.device) -> Tensor:
-    """Which keys a query never prunes, bool `[Tq, Tk]`: those below `dense_first`, and the groups of which any key is one of the
+    """The keys that a query never prunes, bool `[Tq, Tk]`: those below `dense_first`, and the groups of which any key is one of the
     last `dense_recent` up to the query's own index.
 
     With groups g = j // M, key j of query i is among the latter if `M g <= i` and `M g + M > i + 1 - dense_recent`. That is at least
@@ -59,7 +59,7 @@ def never_pruned(q_len: int, kv_len: int, group: int, dense_first: int, dense_re
 
 
 def select(scores: Tensor, keep: int, group: int, dense_first: int = 0, dense_recent: int = 0) -> Tensor:
-    """Which scores are kept, bool like `scores` `[.., Tk]`: of each `group` consecutive ones, from 0 on, the `keep` largest; with
+    """The scores that are kept, bool like `scores` `[.., Tk]`: of each `group` consecutive ones, from 0 on, the `keep` largest; with
     `dense_first` or `dense_recent`, of scores `[.., Tq, Tk]`, also those of `never_pruned`.
 
     A score is beaten by every larger one of its group, and by an equal one at a lower index; it is kept if fewer than `keep` beat

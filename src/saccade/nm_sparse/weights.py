@@ -102,7 +102,7 @@ class NMWeights:
         return dense[..., : self.shape[2], : self.shape[3]]
 
     def kept(self) -> Tensor:
-        """Which numbers are kept, bool `[B, H, Tq, Tk]`; masked keys that fill a slot count as kept."""
+        """The numbers that are kept, bool `[B, H, Tq, Tk]`; masked keys that fill a slot count as kept."""
         return compressed.expand(torch.ones_like(self.values), self.metadata, 0.0)[..., : self.shape[2], : self.shape[3]] != 0
 
     def to_torch(self, batch: int, head: int) -> torch.sparse.SparseSemiStructuredTensorCUTLASS:
@@ -200,7 +200,7 @@ def scores(
 ) -> NMWeights:
     """`prune(scale * Q K^T + mask)`: scores that are pruned N:M before they leave the registers, and stored compressed.
 
-    Of each M consecutive keys (from key 0 on) the N with the largest scores are kept; ties go to the lower index, as in
+    In each M consecutive keys (from key 0 on) the N with the largest scores are kept; ties go to the lower index, as in
     `nm_sparse_attention`. A masked key is -inf and fills a slot only if nothing else is left.
 
     Args:

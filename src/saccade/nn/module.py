@@ -1,4 +1,4 @@
-"""What the modules have in common."""
+"""The parts that the modules have in common."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _among_landmarks(query_marks: Tensor, key_marks: Tensor, marked: Tensor | No
 def segment_means(x: Tensor, count: int, lengths: Tensor | None = None) -> Tensor:
     """Means of `count` consecutive segments of `x [B, H, S, D]`, float32 `[B, H, count, D]`.
 
-    Of `used = min(count, n)` segments, n the real tokens of the row, segment i holds tokens `i n // used` to
+    There are `used = min(count, n)` segments, n the real tokens of the row. Segment i holds tokens `i n // used` to
     `(i + 1) n // used - 1`; the others are empty, and 0.
     """
     batch, _, tokens, _ = x.shape

@@ -1,4 +1,4 @@
-"""What a launch needs to know of CUDA graph capture: kernels may be loaded during one, which the driver refuses unless the thread switches to the
+"""The facts of CUDA graph capture that a launch needs: kernels may be loaded during one, which the driver refuses unless the thread switches to the
 relaxed mode, and each capture has a number."""
 
 from __future__ import annotations

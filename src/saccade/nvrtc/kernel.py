@@ -276,7 +276,7 @@ def _three(extent: Extent) -> tuple[int, ...]:
     return (*given, 1, 1)[:3]
 
 
-# not bounded: CUDA graphs and calls that C++ makes again hold the driver's handles of these kernels, which unloading would leave dangling. Each
+# not bounded: CUDA graphs and calls that C++ replays hold the driver's handles of these kernels, which unloading would leave dangling. Each
 # entry took a compilation, and shapes are numbers of a launch, or one of the few forms that a family has
 _loaded: dict[tuple, Kernel] = {}
 # kept, because freeing them would call a driver that does not survive a fork

@@ -89,7 +89,7 @@ def oracle_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool) -> Outputs:
 
 
 class Baseline(NamedTuple):
-    """What a result is measured by.
+    """The measure of a result.
 
     outputs: of each one or several forms of the baseline, stacked, of which the larger error counts; their dtypes are those of a right result.
     magnitude: the largest sum of absolute terms behind one of its numbers, float64 `[calls]`. likely: of each output an error that the baseline may
@@ -109,7 +109,7 @@ def baseline_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool, roundings: R
     """The baseline of kernels with these roundings; without `lse` if that is False.
 
     With delta_of_out it has two forms: the weights are rounded before P V once divided by their sum, and once relative to the largest, as in kernels
-    that divide at the end. Which way the numbers of out are rounded decides the error of delta, and where a gradient has one or two terms, one of these
+    that divide at the end. The rounding of the numbers of out decides the error of delta. If a gradient has one or two terms, one of these
     is all its error. With half_sums the second adds from the last query and key to the first: with two keys dv has few numbers, and their one error
     may be small by luck.
     """
@@ -144,7 +144,7 @@ def _forms(case: Case, inputs: Inputs, call: Call, made: Forward, roundings: Rou
 def _outputs(
     case: Case, inputs: Inputs, call: Call, made: Forward, delta_of_out: bool = False, backwards: bool = False
 ) -> Outputs:
-    """What a run gives of a forward, rounded once at the end. backwards: sums in float16 are added from the end."""
+    """The outputs of a run from its forward, rounded once at the end. backwards: sums in float16 are added from the end."""
     dscores = gradients_of_scores(call, made, delta_of_out)
     terms = rounded(dscores, call.dtype)
 

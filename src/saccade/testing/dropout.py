@@ -24,7 +24,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def dropout_of(case: Case, inputs: Inputs, seed: Seeds) -> tuple[Tensor | None, float]:
-    """Which weights dropout keeps, bool `[B, H, Tq, Tk]`, and the probability of that."""
+    """The weights that dropout keeps, bool `[B, H, Tq, Tk]`, and the probability that it keeps one."""
     if case.dropout_p == 0:
         return None, 1.0
     keys = []

@@ -112,7 +112,7 @@ def make(
 
 
 def mask_of(case: Case, inputs: Inputs) -> Tensor | None:
-    """What hides keys beside lengths and a causal mask: the mask, or a window as `[Tq, Tk]`."""
+    """The tensor that hides keys besides lengths and a causal mask: the mask, or a window as `[Tq, Tk]`."""
     if case.window is None:
         return inputs.mask
     assert inputs.mask is None, "a call has a mask or a window"

@@ -87,7 +87,7 @@ def _unfit(actual: Tensor | None, oracle: Tensor, dtype: torch.dtype) -> str:
 
 
 class _Measured(NamedTuple):
-    """What is measured of a tensor where it lies, of one call. own: of the baseline; sizes are root mean squares. differing: where infinities first
+    """The measurements of a tensor where it lies, for one call. own: of the baseline; sizes are root mean squares. differing: where infinities first
     differ, or -1."""
 
     differing: float

@@ -28,7 +28,7 @@ _OF_OCTAVE = 0.54
 
 
 def likely_errors(case: Case, inputs: Inputs, call: Call, made: Forward, roundings: Roundings) -> dict[str, Tensor]:
-    """Of each output an error that its baseline may well have, and the root mean square of all its errors: float64 `[2, calls]`."""
+    """For each output an error that its baseline may well have, and the root mean square of all its errors: float64 `[2, calls]`."""
     unit = torch.finfo(call.dtype).eps / 2 / math.sqrt(3)
     dscores = gradients_of_scores(call, made, roundings.delta_of_out)
     weights, dropped = made.weights, made.dropped
@@ -75,7 +75,7 @@ def _inexact(x: Tensor, call: Call) -> Tensor | float:
 
 
 def _square_of_delta(call: Call, made: Forward, unit: float, delta_of_out: bool, rounded_weights: bool) -> Tensor:
-    """Of the row sums of `P dP`, `[B, H, Tq, 1]`, taken from the rounded out, from rounded weights, or from those in float32."""
+    """The mean square of what the row sums of `P dP`, `[B, H, Tq, 1]`, miss if taken from the rounded out, from rounded weights, or from those in float32."""
     if delta_of_out:
         products = call.dout * made.out * _inexact(made.out, call)
     elif rounded_weights or call.dtype == torch.float32:
@@ -90,7 +90,7 @@ def _of_keys(rounded: Tensor, weights: Tensor, of_delta: Tensor, call: Call) -> 
 
 
 def _square_of_bias(case: Case, bias: Tensor, terms: Tensor, weights: Tensor, of_delta: Tensor) -> Tensor:
-    """Of dbias. What the delta of a row misses adds up over all keys of the row if they share a number of the bias."""
+    """The mean square of what dbias misses. The error of a row's delta adds up over all keys of the row if they share a number of the bias."""
     if bias.shape[-1] == 1:
         return of_bias(case, bias, terms.sum(-1, keepdim=True) + of_delta * weights.sum(-1, keepdim=True).square())
     return of_bias(case, bias, terms + of_delta * weights.square())

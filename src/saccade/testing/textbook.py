@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What forward computes. scores: scaled, with the bias, and -inf where hidden; dropped: the weights after dropout."""
+    """The results of forward. scores: scaled, with the bias, and -inf where hidden; dropped: the weights after dropout."""
 
     scores: Tensor
     log_sum: Tensor
@@ -120,7 +120,7 @@ def bias_of_rows(case: Case, bias: Tensor) -> Tensor:
 
 
 def of_bias(case: Case, bias: Tensor, of_scores: Tensor) -> Tensor:
-    """What the scores `[B, H, Tq, Tk]` add up to in the bias."""
+    """The sums of the scores `[B, H, Tq, Tk]` over the pairs that share a number of the bias, shaped like the bias."""
     terms = of_scores.unflatten(0, (case.calls, case.batch // case.calls))
     if case.windows:
         terms = terms.unflatten(1, (-1, case.windows)).sum(dim=1)
@@ -134,5 +134,5 @@ def _shapeof_bias(case: Case, bias: Tensor) -> tuple[int, ...]:
 
 
 def of_groups(x: Tensor, group: int) -> Tensor:
-    """What the query heads of a group add up to in their key head."""
+    """The sums over the query heads of a group, for their key head."""
     return x.unflatten(1, (-1, group)).sum(dim=2)

@@ -1,4 +1,4 @@
-// Which block of which problem a thread block takes, where block 0 of a problem may take much longer than the others.
+// The problem and block that a thread block takes, if block 0 of a problem may take much longer than the others.
 #pragma once
 
 // Thread block `index` of `blocks` for each of some problems. Block 0, which a block mask may show all tiles (BigBird's global block), takes as

@@ -1,11 +1,11 @@
 // Matrix products of a warp (sm_80 and later), dense and sparse; 8 x 8 matrices of 16-bit numbers between registers and shared memory.
 //
-// Lane 4g + t. Product of 16 x K by K x 8: d[2h + b] = D[g + 8h][2t + b]. Of 16 bits:
+// Lane 4g + t. Product of 16 x K by K x 8: d[2h + b] = D[g + 8h][2t + b]. With 16 bits:
 //   A, 16 x 16:   a[0..3] = columns 2t, 2t + 1 of row g; of row g + 8; columns 2t + 8, 2t + 9 of row g; of row g + 8
 //   B, K x 8:     b[r] = rows 8r + 2t, 8r + 2t + 1 of column g
 //   sparse A, 16 x 32, two of each four columns: a[0..3] = the kept of columns 4t .. 4t + 3 of row g; of row g + 8; of columns
 //   16 + 4t .. of row g; of row g + 8. Its metadata: nm_sparse/fused/cuda/metadata.cuh.
-// Of TF32:
+// With TF32:
 //   A, 16 x 8:    a[0..3] = column t of row g; of row g + 8; column t + 4 of row g; of row g + 8
 //   B, K x 8:     b[r] = row 4r + t of column g
 //   sparse A, 16 x 16, one of each two columns: a[0..3] = the kept of columns 2t, 2t + 1 of row g; of row g + 8; of columns 8 + 2t ..

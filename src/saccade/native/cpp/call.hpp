@@ -1,4 +1,4 @@
-// What a call is without its data, and what is remembered of one.
+// A call without its data, and the parts of a call that are remembered.
 #pragma once
 
 #include <Python.h>

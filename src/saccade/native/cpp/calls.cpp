@@ -194,8 +194,8 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     END_HANDLE_TH_ERRORS
 }
 
-// remember_op(call, results, launches, scratch, per_query, limits): for `compute`; the results take the slots behind the tensors of the call, then
-// comes scratch memory. Of packed tokens a result is (a tensor of its dtype, its sizes), and limits are width, most and most_sequences of `Call`.
+// remember_op(call, results, launches, scratch, per_query, limits): for `compute`; the results take the slots after the tensors of the call, then
+// comes scratch memory. For packed tokens a result is (a tensor of its dtype, its sizes), and limits are width, most and most_sequences of `Call`.
 PyObject* memory_remember_op(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 6, "remember_op takes six arguments, the call first");

@@ -31,7 +31,7 @@ Layout layout_of(PyObject* tensor) {
     return {given.sizes().vec(), given.strides().vec(), given.scalar_type()};
 }
 
-// Of an op: a tensor laid out like it, or (a tensor of its dtype, the sizes of a contiguous one).
+// The layout of an op's result, described by a tensor laid out like it, or by (a tensor of its dtype, the sizes of a contiguous one).
 Layout result_of(PyObject* described) {
     if (!PyTuple_Check(described)) return layout_of(described);
     TORCH_CHECK(PyTuple_GET_SIZE(described) == 2, "a ragged result has two parts");

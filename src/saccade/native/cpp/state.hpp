@@ -1,4 +1,4 @@
-// What a captured graph of a model depends on, as bytes that are compared at each call. In Python the same walk over MiniLM takes 90 to 300 us.
+// The state on which a captured graph of a model depends, as bytes that are compared at each call. In Python the same walk over MiniLM takes 90 to 300 us.
 #pragma once
 
 #include <Python.h>

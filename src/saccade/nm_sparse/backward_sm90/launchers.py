@@ -96,7 +96,7 @@ def launch_dq(
     """Run `backward_dq_sm90.cu`. A bias is one of `bias_rows`; log_inverse: with a bias, written for `launch_dkv`."""
     if args.mask is not None:
         # Keys that a mask hides may hold NaN, and a weight of 0 times NaN is NaN. A query that keeps a NaN key already has a NaN
-        # lse. Of keys that a block mask hides from a warpgroup no product is made.
+        # lse. No product is made of keys that a block mask hides from a warpgroup.
         args = args._replace(key=args.key.nan_to_num(0.0, 0.0, 0.0))
     dim, blocks = padded_dim(args.query.shape[3]), -(-args.query.shape[2] // 128)
     parameters = DQ_PARAMETERS if args.bias is None else DQ_BIAS_PARAMETERS

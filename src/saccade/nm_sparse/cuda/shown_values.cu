@@ -1,4 +1,4 @@
-// Which values the fused kernels may multiply by weights of 0, beside a bias.
+// The values that the fused kernels may multiply by weights of 0, with a bias.
 //
 // shown[batch][key head][key]: 1 where all numbers of the value are finite, or where the bias shows the key to a query of the heads that share it. So
 // the bias is read only of keys whose values hold an infinity or NaN.

@@ -154,7 +154,7 @@ def launch_sm90(
 
 
 def _split_of(args: NMSparseArgs, config: Sm90Config, processors: int) -> Split:
-    """Which blocks of queries are split into parts: none where blocks differ in length, or where this was not measured."""
+    """The blocks of queries that are split into parts: none if blocks differ in length, or if this was not measured."""
     batch, heads, q_len, _ = args.query.shape
     blocks = batch * heads * -(-q_len // config.block_q)
     plain = not args.is_causal and args.block_mask is None and args.mask is None and args.seed is None

@@ -72,7 +72,7 @@ def scores_of(
 
 @triton.jit
 def select(scores, N: tl.constexpr, P: tl.constexpr):
-    """Which scores are kept, bool: of each P consecutive ones the N largest above -inf, ties to the lower index, NaN the largest.
+    """The scores that are kept, bool: of each P consecutive ones the N largest above -inf, ties to the lower index, NaN the largest.
 
     This takes N rounds, each of which chooses the first of the largest remaining scores.
     """
@@ -94,7 +94,7 @@ def select(scores, N: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def never_pruned(queries, keys, M: tl.constexpr, DENSE_FIRST: tl.constexpr, DENSE_RECENT: tl.constexpr):
-    """Which pairs of a tile belong to a group that its query keeps whole, bool; the rule of `reference.never_pruned`."""
+    """The pairs of a tile that belong to a group that its query keeps whole, bool; the rule of `reference.never_pruned`."""
     dense = (keys < DENSE_FIRST)[None, :]
     if DENSE_RECENT > 0:
         first = (keys // M * M)[None, :]
@@ -141,7 +141,7 @@ def kept_rows(tile, kept):
 def survives(
     seed, problem, dropout_p, queries, first_slot, keys, kv_len, BLOCK_S: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Which weights dropout spares, bool: word j % 4 of counter (i * ceil(Tk / 4) + j // 4, problem), see
+    """The weights that dropout spares, bool: word j % 4 of counter (i * ceil(Tk / 4) + j // 4, problem), see
     `saccade.engine.philox`."""
     BLOCK_Q: tl.constexpr = queries.shape[0]
     if M == P:

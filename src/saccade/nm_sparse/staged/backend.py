@@ -1,4 +1,4 @@
-"""Which calls the staged kernels decline. Imports only torch."""
+"""The calls that the staged kernels decline. Imports only torch."""
 
 from __future__ import annotations
 

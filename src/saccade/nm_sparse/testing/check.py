@@ -126,7 +126,7 @@ def _of_selection(case: NMSparseCase, call: int, reasons: list[str], wrong: dict
 
 
 def _keeps_all(case: NMSparseCase, group: int, device: torch.device) -> Tensor:
-    """Which groups a query never prunes, bool `[Tq, groups]`: written from the sentence that defines them, key by key."""
+    """The groups that a query never prunes, bool `[Tq, groups]`: written from the sentence that defines them, key by key."""
     groups = -(-case.kv_len // group)
     keeps = [[False] * groups for _ in range(case.q_len)]
     for query in range(case.q_len):

@@ -1,4 +1,4 @@
-// What the kernels of the backward of sm_90a share: sizes, masks of pairs, dropout, products over D, results.
+// The parts that the kernels of the backward of sm_90a share: sizes, masks of pairs, dropout, products over D, results.
 //
 // A thread block owns 128 rows, 64 a warpgroup, whose operands stay in shared memory; a producer warpgroup brings tiles of the other side
 // (TMA) with what belongs to them: the stored bits, and in the dK, dV kernel lse and delta.
@@ -112,8 +112,8 @@ __device__ __forceinline__ bool survives(u64 seed, const Sizes& sizes, int probl
 }
 
 #if BIAS
-// Copies ROWS x COLUMNS_OF numbers of the bias, from a query and a key on, to rows of PITCH bytes; thread `thread` of THREADS does its part. What lies
-// behind the last query or column is zeros.
+// Copies ROWS x COLUMNS_OF numbers of the bias, from a query and a key on, to rows of PITCH bytes; thread `thread` of THREADS does its part. Numbers
+// after the last query or column are zeros.
 template <int ROWS, int COLUMNS_OF, int PITCH, int THREADS>
 __device__ __forceinline__ void copy_bias(u32 to, const Sizes& sizes, int batch, int head, int query, int key, int thread) {
     constexpr int CHUNKS = COLUMNS_OF * BIAS / 16, AT_ONCE = THREADS / CHUNKS;  // of 16 bytes; rows

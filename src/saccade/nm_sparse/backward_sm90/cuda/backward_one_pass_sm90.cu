@@ -11,7 +11,7 @@
 //   tensor cores   | S n | dQ n-1 | dK n-1 | dP n | dV n   | S n+1 | dQ n | ...
 //   other units          | P n    P n      | dS n                  | P n+1
 //
-// What the tensor cores wait for is the rest: so no load from shared memory, which takes 500 clocks beside products, is on the way from one
+// The tensor cores wait for the rest. So no load from shared memory, which takes 500 clocks during products, is on the way from one
 // product to the next; dP begins at -delta; and products are issued when few are pending, since a warp stands still while they are many.
 //
 // One thread adds the dQ of a tile to float32 sums in memory, by the copy engine. ORDERED: blocks of keys add in turn, of which each tile of
@@ -91,7 +91,7 @@ struct Work {
     }
 };
 
-// Which of N places in shared memory the tiles of a ring take, one after the other
+// The place, of N in shared memory, that each tile of a ring takes, one after the other
 template <int N>
 struct Ring {
     int stage = 0, parity = 0;
@@ -103,7 +103,7 @@ struct Ring {
     }
 };
 
-// Where the tiles of a thread block lie, one after the other
+// The places of the tiles of a thread block, one after the other
 struct Place {
     const Work& work;
     int head, tile;

@@ -42,7 +42,7 @@ constexpr float MOST = 1073741824.0f;  // as many keys of weight 1 there are not
 struct WarpRows : Operands {
     using Operands::Operands;
 
-    // What is done with a tile between its products with K and those with V. The first tile that a warp sees has no reference yet; with TURNS it is
+    // Work on a tile between its products with K and those with V. The first tile that a warp sees has no reference yet; with TURNS it is
     // the only tile that is MASKED.
     template <bool MASKED>
     __device__ __forceinline__ void weigh(int tile, u32* kept) {

@@ -9,7 +9,7 @@
 // keep weights inside the format, and the sum, needed anyhow, tells. NaN fails the comparison too and comes out of `raise`.
 //
 // With a bias, scores become scale * Q K^T + bias in place, before the selection; then exponents are (s - r) * log2(e), the difference first, and the
-// reference is not in base 2: next to finfo.min, which models use for hidden keys, s * log2(e) would overflow. What is -inf is hidden.
+// reference is not in base 2: next to finfo.min, which models use for hidden keys, s * log2(e) would overflow. A score of -inf is hidden.
 //
 // Compiled with HEAD_DIM, BLOCK_KV, PAIRS, CAUSAL, DROPOUT, KEYS (a mask of keys, all queries alike), QUERY_BITS (a mask that differs between queries
 // or heads, with the causal edge in it), BIAS (bytes of a number of the bias: 2, of the type of Q, or 4; 0 without one), STORES (the selection),

@@ -1,4 +1,4 @@
-// Which two of four consecutive keys a row keeps, and the exponents of their weights.
+// The two of four consecutive keys that a row keeps, and the exponents of their weights.
 //
 // Scores a, b, c, d of keys 4j .. 4j + 3. "2:4" keeps the two largest, "1:2" (PAIRS) the larger of (a, b) and of (c, d); ties go to the
 // lower key. A sparse product takes the kept weights in the order of their keys, with a code of four bits: the index of the first,
@@ -93,7 +93,7 @@ __device__ __forceinline__ void select_override(
         : "f"(a), "f"(b), "f"(c), "f"(d), "f"(scale), "f"(offset), "f"(8 * unit), "f"(unit), "f"(4 * unit), "f"(14 * unit), "f"(before));
 }
 
-// What `select_override` does, in an order from which ptxas makes a shorter schedule where all else is as in the tuned shapes.
+// The work of `select_override`, in an order from which ptxas makes a shorter schedule if all else is as in the tuned shapes.
 template <int UNIT>
 __device__ __forceinline__ void select_early(
     float a, float b, float c, float d, float scale, float offset, float& x, float& y, float& codes) {

@@ -1,6 +1,6 @@
 // Copies of tiles of K and V into shared memory by 16 bytes, for fused_sm80.cu, where CHUNKS of them make a row of D numbers.
 //
-// Where D lets it, each thread copies one column of 16 bytes, from rows at a fixed distance: places are constants, and addresses two
+// If D lets it, each thread copies one column of 16 bytes, from rows at a fixed distance: places are constants, and addresses two
 // additions each. With places and rows found anew for each 16 bytes, copies were 450 instructions of 1,400 of a warp and tile of float32.
 #pragma once
 #include "async_copy.cuh"
