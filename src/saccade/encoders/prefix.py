@@ -1,4 +1,4 @@
-"""The texts whose first words give the same tokens as the whole long text, so that the rest need not be read.
+"""The tokenizers for which the first words of a long text give the tokens of the whole text, so that the rest need not be read.
 
 A tokenizer that splits at every space makes the tokens of a word from that word alone. Words up to a space then give the first tokens of the whole
 text. As many tokens as the limit are all that truncation on the right keeps.

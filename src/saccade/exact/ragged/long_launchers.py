@@ -45,7 +45,7 @@ class _Known(NamedTuple):
 
 
 def _known(args: AttentionArgs, key: Hashable, *moved: Tensor) -> _Known | None:
-    """The known parts of a call whose tensors may be moved as they are; the tensors lie as at the first call, but perhaps at odd addresses."""
+    """The known parts of a call if its tensors may be moved as they are. They lie as at the first call, but perhaps at odd addresses."""
     found = None if args.launches is None else args.launches.get(key)
     return None if found is None or any(x.data_ptr() % 16 for x in moved) else found
 

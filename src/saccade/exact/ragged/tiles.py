@@ -84,7 +84,7 @@ def store_rows(
 def pairs_of(tensor, strides, row, h, first_query, first_key, queries, keys, WIDE: tl.constexpr):
     """Pointers to pairs of a mask or bias, strides (batch, head, query, key). queries, keys: places in a tile, as its lines and columns in either order.
 
-    WIDE: 32 bits do not hold a distance inside of a tile. If they do hold it, WIDE would spill twice as many registers.
+    WIDE: 32 bits do not hold a distance inside of a tile. If 32 bits do hold it, WIDE would make twice as many registers spill.
     """
     base = tensor + row.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     # a loop's counter is a plain int under the interpreter
