@@ -149,7 +149,7 @@ def check(plan: Any, least: dict[str, int]) -> None:
 
 def kept_rows(rows: Rows, job: Job, runs: list[Key]) -> Rows:
     """The rows that a continued command keeps: those of whole runs, and those up to the checkpoint of a run that has one. A base whose
-    weights are gone while one of `runs` still needs them is made again."""
+    weights are gone while one of `runs` still needs them is repeated."""
     for row in rows:
         wanted = {column: str(value) for column, value in job.made_with(job.key_of(row)).items()}
         made = {column: row[column] for column in wanted}

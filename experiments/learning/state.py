@@ -85,7 +85,7 @@ class State:
         write_rows(self.folder(unit) / f"{unit.program}.csv", list(rows[0]), rows)
 
     def repair(self) -> None:
-        """Bases whose weights are gone while a unit still begins with them are made again, and weights that nobody needs are deleted."""
+        """Bases whose weights are gone while a unit still begins with them are repeated, and weights that nobody needs are deleted."""
         bases = {unit.base for unit in self.units if unit.base}
         needed = {unit.base for unit in self.units if unit.base and not self.is_whole(unit) and not self._has_checkpoint(unit)}
         for base in filter(self.is_whole, bases):
