@@ -82,7 +82,7 @@ def unknown(root: Path) -> list[str]:
 
 
 def _ls_files(folder: Path, *options: str) -> list[str] | None:
-    """What `git ls-files` names in a folder; None, with a warning, if git does not say."""
+    """The files that `git ls-files` names in a folder; None, with a warning, if git does not say."""
     command = ["git", "-C", str(folder), "ls-files", "-z", *options]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout

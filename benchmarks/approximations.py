@@ -78,7 +78,7 @@ def nystromformer(landmarks: int, outer: Mechanism = dense) -> Mechanism:
 
 
 def pseudo_inverse(matrix: Tensor, steps: int = 6) -> Tensor:
-    """Of square matrices, by an iteration of third order that begins with the transpose over both norms."""
+    """The pseudo-inverses of square matrices, by an iteration of third order that begins with the transpose over both norms."""
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     norms = matrix.abs().sum(-1).amax(-1) * matrix.abs().sum(-2).amax(-1)
     found = matrix.mT / norms[..., None, None]

@@ -107,7 +107,7 @@ def _exact_gradients(exact: Encoder, batch: Batch) -> list[Tensor]:
 
 
 def _item_errors(found: Tensor, wanted: Tensor) -> Tensor:
-    """Of each row."""
+    """The relative error of each row."""
     return (found.to(wanted.dtype) - wanted).norm(dim=-1) / wanted.norm(dim=-1)
 
 

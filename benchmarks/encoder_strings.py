@@ -113,7 +113,7 @@ def _check(case: Strings, wanted: Any, found: Any) -> None:
 
 
 def _seconds(call: Callable[[], object], device: str) -> float:
-    """Of a call, by the wall clock, until the device has nothing left to do."""
+    """The seconds of a call by the wall clock, until the device has nothing left to do."""
     _wait(device)
     began = time.perf_counter()
     call()
@@ -156,7 +156,7 @@ def _rust_alone(model: Any, texts: list[Any]) -> tuple[float, int]:
 
 
 def _parts(case: Strings, strings: Any, call: Callable[[], object], device: str, rust: float, wall: float) -> str:
-    """What host and device take by themselves, and for what a run waits."""
+    """The times that host and device take by themselves, and the waits of a run."""
     alone = _device_alone(case, strings, call, device)
     waits = {"tokens": 0.0, "results": 0.0}
 

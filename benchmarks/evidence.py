@@ -222,7 +222,7 @@ def rivals() -> list[str]:
 
 
 def pruned_weights() -> list[str]:
-    """What staged 2:4 attention gains over unfused, and fused over SDPA: with dense weights, with 2:4 weights, and both pruned over
+    """The gains of staged 2:4 attention over unfused, and of fused over SDPA: with dense weights, with 2:4 weights, and both pruned over
     both dense; how much faster the rest is by 2:4 weights."""
     found = times(rows("h200/nm_weights.csv"), "fwd")
     texts = []
@@ -233,8 +233,8 @@ def pruned_weights() -> list[str]:
 
 
 def depth() -> list[str]:
-    """What the CLS token alone in the last layer gains over all tokens, 3 to 12 layers, and that over what the last layer's share of the
-    time predicts: forward, training steps."""
+    """The gain of the CLS token alone in the last layer over all tokens, for 3 to 12 layers, and the gain over the one that the last layer's
+    share of the time predicts: forward, training steps."""
     table = [
         r
         for r in rows("h200/pooled_depth.csv")

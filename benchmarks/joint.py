@@ -1,4 +1,4 @@
-"""What pruned attention gains where the rest of an encoder gets faster too: measured with pruned weights, and projected from times with
+"""The gain of pruned attention when the rest of an encoder gets faster too: measured with pruned weights, and projected from times with
 dense weights as Dfss does (appendix A.6, below its Fig. 15).
 
 The paper takes the time of all that is not attention, O, from its breakdown, lets it run twice as fast, and compares both attentions
@@ -24,7 +24,7 @@ Times = dict[
 
 @dataclass(frozen=True)
 class Gains:
-    """Of one pruned attention; each is how many times as fast.
+    """The gains of one pruned attention; each is how many times as fast.
 
     attention: over dense attention, around dense weights. joint: the same around pruned weights. projected: what the paper expects of
     `joint`. rest: what pruned weights bring to all that is not attention, where the paper assumes two. expected: the projection with

@@ -78,7 +78,7 @@ def draw(path: Path) -> list[Path]:
 
 
 def _labels(problems: list[str]) -> list[str]:
-    """A label for each problem. Of packed sequences those that differ in D alone share the rest, below the one in their middle."""
+    """A label for each problem. Labels of packed sequences that differ in D alone share the rest, below the one in their middle."""
     if "longest" not in problems[0]:
         return [_label(p) for p in problems]
     fields = [dict(re.findall(r"(\w+)=(\w+)", p)) for p in problems]

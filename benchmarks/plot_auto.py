@@ -59,7 +59,7 @@ def _gains(rows: list[dict[str, str]]) -> dict[tuple[str, str], list[float]]:
 
 
 def _kind(problem: str) -> str:
-    """What sets a row apart from plain bf16 attention; of several, what weighs most."""
+    """The feature that sets a row apart from plain bf16 attention; of several, the one that weighs most."""
     fields = dict(re.findall(r"(\w+)=(\w+)", problem))
     if fields["Tq"] == "1":
         return "one query"

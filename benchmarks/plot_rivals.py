@@ -31,7 +31,7 @@ def draw_rivals(path: Path) -> list[Path]:
 
 
 def gains_of(rows: Rows) -> dict[str, list[tuple[int, float]]]:
-    """Of one panel: backend -> (length, time of unfused over its time), by length."""
+    """The gains of one panel: backend -> (length, time of unfused over its time), by length."""
     times = {(_length(r), r["backend"]): float(r["ms_p50"]) for r in rows}
     lengths = sorted({length for length, backend in times if backend == "unfused"})
     return {

@@ -236,7 +236,7 @@ def lengths_axis(axis: Any, label: str) -> None:
 
 
 def facts(row: dict[str, str], *more: str) -> list[str]:
-    """What the footer says of a table: its name, the machine, more that all rows share, torch and the day."""
+    """The facts in the footer of a table: its name, the machine, more that all rows share, torch and the day."""
     return [row["table"], row["gpu"], *more, f"torch {row['torch']}", row["date"]]
 
 

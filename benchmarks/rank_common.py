@@ -1,4 +1,4 @@
-"""What tables with several processes share: starting ranks, and timing a call that all ranks make together."""
+"""The parts that tables with several processes share: starting ranks, and timing a call that all ranks make together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def on_ranks(function: Callable[..., Any], ranks: int, device_type: str, *args: 
 
 
 def counts_of(ranks: int) -> list[int]:
-    """Of 1, 2, 4 and 8 ranks, those of which a machine has as many."""
+    """The counts among 1, 2, 4 and 8 for which a machine has enough ranks."""
     if ranks < 1:
         raise RuntimeError("torch sees no GPU here; a table of ranks needs one at least")
     return [count for count in (1, 2, 4, 8) if count <= ranks]

@@ -1,9 +1,9 @@
-"""The efficient transformers that Dfss compares with (its Fig. 5 and 14), as fast as plain torch makes them. What they should
-compute is in `approximations.py`.
+"""The efficient transformers that Dfss compares with (its Fig. 5 and 14), as fast as plain torch makes them.
+`approximations.py` says what they should compute.
 
 Each takes query, key and value `[B, H, n, D]`, Q not scaled, and returns `[B, H, n, D]`, like torch's function. Wherever one of them has
 a softmax it calls torch's fused attention, which is faster than the steps by themselves, and whatever does not depend on the tokens is
-made before. Nothing is compiled and nothing is trained. What the text of Dfss does not say was chosen:
+made before. Nothing is compiled and nothing is trained. These choices are ours, since the text of Dfss does not say:
 
     performer       positive orthogonal features, the same for all heads; m = d ln d = 266 at d = 64, as in Dfss
     linformer       256 projected keys and values, one dense matrix for all heads

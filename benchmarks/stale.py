@@ -1,6 +1,6 @@
-"""Which committed results are older than the kernels that they measure: `python benchmarks/run.py --stale`.
+"""The committed results that are older than the kernels that they measure: `python benchmarks/run.py --stale`.
 
-A row names the commit at which it was measured. What is compared are kernels and what shapes their launches, as code: comments, docstrings and blank
+A row names the commit at which it was measured. Kernels, and the code that shapes their launches, are compared as code: comments, docstrings and blank
 lines do not count, and a file that was only moved has not changed. The host's part of a call is not compared, except for whole encoders.
 """
 
@@ -79,7 +79,7 @@ def verdicts(results: Path = HERE / "results") -> list[Verdict]:
 
 
 def verdict(path: Path) -> Verdict:
-    """What has changed since the rows of a CSV were measured."""
+    """The changes since the rows of a CSV were measured."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     commits = tuple(dict.fromkeys(row.get("commit") or "" for row in rows))

@@ -51,7 +51,7 @@ def those_that_run(
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, short; its name where it says nothing."""
+    """The first line of an error's message, short; the error's name if the message is empty."""
     return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
 
 

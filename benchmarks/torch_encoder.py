@@ -74,8 +74,8 @@ def _call(model: nn.Module, x: Tensor, name: str, direction: str) -> Callable[[]
 
 
 def _error_ratio(model: nn.Module, x: Tensor) -> float:
-    """Of out and of the gradient of x inside `replace_sdpa`, the larger of two ratios: the error of four sequences over what is allowed, by that of the
-    stock module against float64; and for the whole batch, on which other kernels may run, the distance of the two over the sum of both errors.
+    """The larger of two ratios, for out and the gradient of x inside `replace_sdpa`: the error of four sequences over what is allowed, by that of
+    the stock module against float64; and for the whole batch, on which other kernels may run, the distance of the two over the sum of both errors.
 
     Raises:
         SystemExit: one is above 1, so that no time of a wrong result is written.

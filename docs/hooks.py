@@ -1,4 +1,4 @@
-"""What mkdocs runs while it builds the site. The pages are written so that a code host shows them too, by paths of the repository:
+"""The hooks that mkdocs runs while it builds the site. The pages are written so that a code host shows them too, by paths of the repository:
 
 - plots lie beside their tables in `benchmarks/results`; they become files of the site, and a link to one shows its light variant on a
   light page and its dark one on a dark page;

@@ -54,7 +54,7 @@ class Batch:
 
     @property
     def real(self) -> Tensor:
-        """Which places of the padded batch hold a token, bool `[B, S]`."""
+        """The places of the padded batch that hold a token, bool `[B, S]`."""
         return torch.arange(self.longest, device=self.ids.device) < self.ends.diff()[:, None]
 
 
@@ -125,7 +125,7 @@ def batch_of(chosen: list[tuple[list[int], int]], device: str) -> Batch:
 
 
 def difference(model: Classifier, batch: Batch) -> float:
-    """Of logits and gradients without dropout: the largest relative one of both ways, by root mean square."""
+    """The largest relative difference of logits and gradients between both ways without dropout, by root mean square."""
     model.eval()
     found = []
     for packed in (False, True):

@@ -1,4 +1,4 @@
-"""Which keys a dynamic mask keeps, and for how long: one picture, on any machine.
+"""The keys that a dynamic mask keeps, and for how long: one picture, on any machine.
 
     python examples/kept_keys.py [--scores random|local|heavy-hitter] [--length 512] [--keep 64] [--out out]
 

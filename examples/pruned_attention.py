@@ -1,4 +1,4 @@
-"""What N:M pruning keeps of attention: two pictures, on any machine.
+"""The part of attention that N:M pruning keeps: two pictures, on any machine.
 
     python examples/pruned_attention.py [--length 64] [--sigma 1.0] [--out out]
 

@@ -36,7 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Stretch(NamedTuple):
-    """What a rank holds of a batch, each `[B, n]`: tokens, the tokens after them, their documents and their positions."""
+    """The part of a batch that a rank holds, each `[B, n]`: tokens, the tokens after them, their documents and their positions."""
 
     tokens: Tensor
     targets: Tensor

@@ -50,7 +50,7 @@ class ViT(nn.Module):
 
 
 def attention_of(name: str) -> contextlib.AbstractContextManager[object]:
-    """What a step runs inside."""
+    """The context in which a step runs."""
     return saccade.replace_sdpa() if name == OURS else contextlib.nullcontext()
 
 
@@ -62,7 +62,7 @@ def gradients(model: ViT, images: Tensor, labels: Tensor, name: str) -> list[Ten
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """Of everything together, by root mean square, relative."""
+    """The relative difference of all tensors together, by root mean square."""
     apart = sum((a.double() - b.double()).square().sum().item() for a, b in zip(ours, theirs, strict=True))
     return (apart / sum(b.double().square().sum().item() for b in theirs)) ** 0.5
 

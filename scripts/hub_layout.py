@@ -65,7 +65,7 @@ def public_functions(text: str) -> list[str]:
 
 
 def contents(package: Path) -> dict[Path, bytes]:
-    """What each file of the layout holds, but metadata.json."""
+    """The contents of each file of the layout, but metadata.json."""
     found = {}
     for place in files_of(package):
         data = (package / place).read_bytes()
@@ -80,7 +80,7 @@ def contents(package: Path) -> dict[Path, bytes]:
 
 
 def metadata_of(files: dict[Path, bytes]) -> dict[str, object]:
-    """What `kernels` reads before it imports. The id is the name of the module in the process: unlike that of any other contents,
+    """The metadata that `kernels` reads before it imports. The id is the name of the module in the process: unlike that of any other contents,
     and an identifier, since our ops in torch are registered under it."""
     digest = hashlib.sha256()
     for place, data in sorted(files.items()):

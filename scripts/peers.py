@@ -78,7 +78,7 @@ def _files(suite: Suite, peers: Path) -> list[str]:
 
 
 def run(suite: Suite, peers: Path, ours: bool, options: Iterable[str], minutes: float) -> Run:
-    """Run a suite in a process of its own, with or without our functions. What a test printed goes to stderr."""
+    """Run a suite in a process of its own, with or without our functions. The output of a test goes to stderr."""
     folder = (peers / suite.name).resolve()
     places = [ROOT / "scripts", ROOT / "src", *(folder / place for place in suite.imports), os.environ.get("PYTHONPATH")]
     with tempfile.TemporaryDirectory() as out:

@@ -97,7 +97,7 @@ class _Log:
 
 
 def _skips_refusals(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What this package refuses in a sentence (windows, ALiBi) is skipped and counted as refused, not failed."""
+    """A test of what this package refuses in a sentence (windows, ALiBi) is skipped and counted as refused, not failed."""
 
     @functools.wraps(function)
     def called(*args: Any, **options: Any) -> Any:
@@ -198,8 +198,9 @@ def _telling(function: Callable[..., Any], weights: Callable[[dict[str, Any], An
 
 
 def _dense_weights(a: dict[str, Any], lse: Any) -> Any:
-    """Of q `[B, Tq, H, D]` and k `[B, Tk, Hkv, D]`, float32 `[B, H, Tq, Tk]`, by the log-sum-exp `[B, H, Tq]` of a kernel, which is tested thus. What
-    a causal mask hides is not 0; the tests hide it themselves."""
+    """The weights of q `[B, Tq, H, D]` and k `[B, Tk, Hkv, D]`, float32 `[B, H, Tq, Tk]`, by the log-sum-exp `[B, H, Tq]` of a kernel.
+
+    So the log-sum-exp is tested. Weights that a causal mask hides are not 0; the tests hide them themselves."""
     q, k = (a[name].detach().transpose(1, 2).float() for name in ("q", "k"))
     scale = q.shape[-1] ** -0.5 if a["softmax_scale"] is None else a["softmax_scale"]
     return (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale - lse[..., None]).exp()
@@ -249,7 +250,7 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
 
 
 def transformers() -> None:
-    """What models call under attn_implementation="sdpa"."""
+    """Replace the functions that models call under attn_implementation="sdpa"."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

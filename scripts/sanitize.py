@@ -31,7 +31,7 @@ _NOT_ON_A_GPU = ("gather_torch", "gather_cpp")  # launchers that call torch alon
 
 
 class Found(NamedTuple):
-    """What one run of a tool says. errors is None where it did not come to its summary. first, where: the first report, and the place in the kernel."""
+    """The findings of one run of a tool. errors is None if the tool did not come to its summary. first, where: the first report, and the place in the kernel."""
 
     errors: int | None
     warnings: int = 0

@@ -29,7 +29,7 @@ def ends():
 
 
 def bad_values() -> dict[str, Any]:
-    """What may be given in any place by mistake."""
+    """The values that may be given in any place by mistake."""
     dense = torch.randn(B, H, T, D)
     return {
         "none": None, "true": True, "text": "bad", "empty text": "", "bytes": b"x", "zero": 0, "one": 1, "three": 3, "minus one": -1,
@@ -86,7 +86,7 @@ def encoder():
 
 
 def optimized(**given):
-    """Of a model that is optimised and made what it was."""
+    """The report on a model that is optimised and then restored."""
     with saccade.optimize(**given) as handle:
         return handle.explain()
 

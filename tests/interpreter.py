@@ -109,7 +109,7 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 @functools.cache
 def _interpreted(package: Any) -> list[tuple[str, Any]]:
-    """What stands for the functions of a module or class during a launch. Found once, before any of them is replaced."""
+    """The replacements for the functions of a module or class during a launch. Found once, before any of them is replaced."""
     return [(name, _given(package, name, x)) for name, x in inspect.getmembers(package) if core.is_builtin(x)]
 
 

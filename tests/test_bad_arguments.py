@@ -91,7 +91,7 @@ def options_of(command):
 
 
 def outcome(*words):
-    """What a command ended in; and in a sentence what of it was raw, else None."""
+    """The result with which a command ended; and a sentence that says what was raw in it, else None."""
     done = CliRunner().invoke(COMMANDS, words)
     fine = isinstance(done.exception, (type(None), SystemExit, saccade.SaccadeError))
     return done, None if fine else f"{' '.join(words)!r}: {type(done.exception).__name__}: {str(done.exception)[:150]}"

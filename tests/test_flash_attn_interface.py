@@ -1,4 +1,4 @@
-"""What the functions named after flash-attn refuse; what they compute is tested beside `attention_varlen`."""
+"""The arguments that the functions named after flash-attn refuse; their results are tested with `attention_varlen`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x
 
 
 def resolve(folder: Path, *words: str) -> list[dict]:
-    """What pip would install for these requirements, Python 3.12 on Linux: the metadata of each. RuntimeError with pip's
+    """The packages that pip would install for these requirements, Python 3.12 on Linux: the metadata of each. RuntimeError with pip's
     reasons."""
     report = folder / "report.json"
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", str(report)]

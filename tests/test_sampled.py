@@ -1,4 +1,4 @@
-"""Of a test marked `sampled` enough cases run without a GPU: one in n, and every value of a parameter that has few."""
+"""Enough cases of a test marked `sampled` run without a GPU: one in n, and every value of a parameter that has few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a type checker knows of a call: its result has the type that `return_lse` asks for."""
+"""The knowledge that a type checker has of a call: its result has the type that `return_lse` asks for."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PYRIGHTS = ("basedpyright", "pyright")
 
 
 def checked(folder: Path, source: str) -> str:
-    """What mypy says of a program."""
+    """The output of mypy for a program."""
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("needs mypy, which is not installed")
     (folder / "program.py").write_text(source)
@@ -64,7 +64,7 @@ def checked(folder: Path, source: str) -> str:
 
 
 def pyright(folder: Path, source: str) -> str:
-    """What Pyright says of a program, by whichever of `PYRIGHTS` is installed."""
+    """The output of Pyright for a program, by whichever of `PYRIGHTS` is installed."""
     found = [name for name in PYRIGHTS if importlib.util.find_spec(name)]
     if not found:
         pytest.skip(f"needs one of {', '.join(PYRIGHTS)}, of which none is installed")

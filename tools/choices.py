@@ -97,7 +97,7 @@ def slower(times: dict[str, Timing], name: str, other: str) -> bool:
 
 
 def present(problem: Problem, timed: list[str]) -> str:
-    """What `auto` takes now, of the backends that were timed."""
+    """The backend that `auto` takes now, among those that were timed."""
     ours = [backend for backend in (LONG, SHORT) if backend.name in timed]
     return next((backend.name for backend in ours if backend.prefers(problem)), "sdpa")
 

@@ -37,7 +37,7 @@ PEERS = {
 
 
 class Cost(NamedTuple):
-    """What a row says beside its times. held: bytes of its cache; dense: those of the cache of the whole history."""
+    """The numbers of a row besides its times. held: bytes of its cache; dense: those of the cache of the whole history."""
 
     roof_ms: float
     held: int
@@ -113,7 +113,7 @@ def described(key: Tensor, kind: str) -> str:
 
 
 def dense_bytes(key: Tensor, value: Tensor) -> int:
-    """What a cache of the whole history holds; of a longer cache only this part is counted."""
+    """The bytes that a cache of the whole history holds; of a longer cache only this part is counted."""
     return sum(x.numel() * x.element_size() for x in (key, value))
 
 

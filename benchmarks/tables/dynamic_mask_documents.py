@@ -63,7 +63,7 @@ class Case:
         return setting.heads * sum(kept_pairs(length, setting.keep) for length in lengths)
 
     def arguments(self) -> dict[str, Tensor]:
-        """What the call is given."""
+        """The arguments that the call is given."""
         offsets = torch.tensor((0, *self.ends), device=DEVICE)
         if self.given == "document_ids":
             number = torch.arange(len(self.ends), device=DEVICE)

@@ -67,7 +67,7 @@ class Case:
 
     @property
     def texts(self) -> int:
-        """Of one pass: a corpus that takes no minute at small batches."""
+        """The number of texts in one pass: a corpus that takes less than a minute at small batches."""
         return self.batch if self.direction != "fwd" else min(SENTENCES // (4 if self.passages else 1), 32 * self.batch)
 
     @property
@@ -193,7 +193,7 @@ def _check(case: Case, found: dict[str, Any]) -> None:
 
 
 def _forward_calls(case: Case, batches: list[Padded]) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Any]]:
-    """What is timed by backend, and the handles of ours."""
+    """The calls that are timed, by backend, and the handles of ours."""
     ours, plain, theirs = case.model(), case.model(), case.model()
     handles = {"saccade": saccade.optimize(ours), "saccade_plain": saccade.optimize(plain, fuse=False)}
     embeds: dict[str, Callable[[Padded], Tensor]] = {

@@ -52,7 +52,7 @@ class Case:
     feature: str = ""
 
     def batches(self) -> list[Batch]:
-        """What one call computes."""
+        """The batches that one call computes."""
         if not self.architecture.is_text:
             return [image_batch(self.architecture.sizes["image_size"], self.batch, DEVICE, DTYPE)]
         if isinstance(self.text, int):
@@ -186,7 +186,7 @@ def _variants(case: Case, encoder: Encoder) -> tuple[dict[str, Variant], float |
 
 
 def _call(case: Case, variant: Variant, batches: list[Batch]) -> Callable[[], object]:
-    """What is timed: a step on the first batch, or a pass over all."""
+    """The call that is timed: a step on the first batch, or a pass over all."""
     inputs = [variant.inputs(batch) for batch in batches]
     if case.direction != "fwd":
         return training_step(variant.encoder, inputs[0], batches[0].labels)

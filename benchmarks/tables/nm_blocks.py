@@ -47,7 +47,7 @@ SETTINGS = [Setting(n, d, False) for d in (128, 64) for n in (4096, 16384)]
 
 @dataclass(frozen=True)
 class BigBird:
-    """Which blocks of 64 queries see which blocks of 64 keys, the same for all heads. window: blocks around the diagonal, the own
+    """The blocks of 64 keys that each block of 64 queries sees, the same for all heads. window: blocks around the diagonal, the own
     one among them; global_blocks: the first ones, which see all and are seen by all; random_blocks: further ones of each row."""
 
     window: int = 3
@@ -181,7 +181,7 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _notes(pattern: str, leaves: list[Tensor], blocks: Tensor, direction: str, times: dict[str, Timing]) -> dict[str, str]:
-    """What the rows of ours note: the backend that `auto` takes, and of the hybrid its share and how it uses it."""
+    """The notes in the rows of ours: the backend that `auto` takes, and of the hybrid its share and how it uses it."""
     unmasked, hybrid = (_taken(pattern, leaves, given, direction != "fwd") for given in (None, blocks))
     share = visible_share(blocks)
     ratio = times[f"hybrid {pattern}"].p50 / (share * times[f"unmasked {pattern}"].p50)

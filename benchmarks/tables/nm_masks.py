@@ -31,7 +31,7 @@ HIDDEN = 0.3
 
 
 class Given(NamedTuple):
-    """What stands beside q, k and v. trained: its gradient is computed too."""
+    """The tensor that a call is given with q, k and v. trained: its gradient is computed too."""
 
     name: str
     tensor: Tensor | None

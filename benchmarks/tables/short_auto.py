@@ -35,7 +35,7 @@ class Case:
 
     @property
     def note(self) -> str:
-        """What the description of a call does not tell: a mask of one row for all queries is `[B, 1, Tq, Tk]` as any other."""
+        """The feature that the description of a call does not show: a mask of one row for all queries is `[B, 1, Tq, Tk]` as any other."""
         return self.feature if self.feature in SAME_ROWS else ""
 
 

@@ -180,7 +180,7 @@ def compiled_flex() -> Callable[..., Tensor]:
 
 
 def flex_seen(offsets: Tensor, window: Window) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Which tokens of the packed row see each other, as FlexAttention asks."""
+    """The function with which FlexAttention asks whether two tokens of the packed row see each other."""
     sequence = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff().long())
     left, right = window
 

@@ -1,4 +1,4 @@
-"""What makes a training step quick on a GPU: parts that only move memory as one kernel each, and whole steps replayed from a CUDA graph.
+"""The means that make a training step quick on a GPU: parts that only move memory as one kernel each, and whole steps replayed from a CUDA graph.
 
 A small model is bound by its launches and by its elementwise passes. `part` marks a function that torch.compile makes into one kernel where a
 gradient is needed on a GPU; on a CPU, in evaluations and after `plain` it runs as it is written. `Step` captures a step after a few calls, so that
@@ -88,7 +88,7 @@ def loss_of(logits: Tensor, answers: Tensor) -> Tensor:
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
-    """What a linear layer computes in."""
+    """The dtype in which a linear layer computes."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

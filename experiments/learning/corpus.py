@@ -5,8 +5,8 @@
 
 The manuals of Python, Linux, PostgreSQL, Git, Perl and Debian are read out of the packages without installing them, and their markup is
 taken away. A document is one file; 5 % of them, chosen by the SHA-256 of their names, are held out. A document whose text occurred before
-is dropped. A byte-pair tokenizer of --vocabulary tokens is trained on the training documents alone (package `tokenizers`). What is
-written: `train.bin` and `heldout.bin`, uint16 tokens with END after each document, `tokenizer.json`, and `corpus.json` with versions,
+is dropped. A byte-pair tokenizer of --vocabulary tokens is trained on the training documents alone (package `tokenizers`). The files
+written are `train.bin` and `heldout.bin`, uint16 tokens with END after each document, `tokenizer.json`, and `corpus.json` with versions,
 licences, bytes, tokens and SHA-256.
 """
 
@@ -111,8 +111,8 @@ def tidy(text: str) -> str:
 
 
 def split(documents: Iterable[Document]) -> tuple[list[Document], list[Document]]:
-    """(training, held-out), each in the order of the names' SHA-256, without short and repeated texts. Of the same text twice the
-    held-out one stays."""
+    """(training, held-out), each in the order of the names' SHA-256, without short and repeated texts. When a text is in both,
+    the held-out one stays."""
     chosen: dict[str, Document] = {}
     by_digest = sorted(documents, key=lambda d: (not d.held_out, hashlib.sha256(d.name.encode()).digest()))
     for document in by_digest:

@@ -65,7 +65,7 @@ def _lengths(rows: list[dict[str, str]]) -> int:
 
 
 def _more(row: dict[str, str]) -> str:
-    """What else differs between lengths of one task."""
+    """The other facts that differ between lengths of one task."""
     return f", w = {row['keep']}\n{row['items']} pairs" if "items" in row else ""
 
 

@@ -16,8 +16,9 @@ time unless --again is given; after three such failures for one reason all units
 
 With several processes on a GPU the time of a step means nothing, so the merged CSVs have none (nan) but that of `language.py --clock`, whose
 units run alone on their GPU. `results/` has the merged CSVs, of whole runs alone. --known takes such CSVs apart again, where a state is
-lost: units that are whole in them with the plan's settings are not made again, and stand in `results/` beside the new ones. Of a unit with
-whose weights others begin the weights are lost too, so it is made again where one of these is missing, and until then it is not in `results/`.
+lost: units that are whole in them with the plan's settings are not repeated, and stand in `results/` with the new ones. If other units begin
+with the weights of a unit, those weights are lost too. So the unit is repeated if one of the others is missing, and until then the unit is
+not in `results/`.
 
 Here are the command line and its tables. `units.py` has the plan and the predictions, `scheduler.py` what comes next, `workers.py` the
 processes, `state.py` the folder, `outcomes.py` what is whole, learned or failed, `merging.py` the CSVs in `results/`, `packing.py` --pack.

@@ -158,7 +158,7 @@ def batch_of(tokens: Tensor, plan: Plan, seed: int, step: int) -> Tensor:
 
 
 def number_of(seed: int, step: int) -> int:
-    """Of the batch of a step, for a generator."""
+    """The seed for the generator of a step's batch."""
     return 1_000_003 * seed + step
 
 
@@ -168,12 +168,12 @@ def pieces_at(tokens: Tensor, starts: Tensor, context: int) -> Tensor:
 
 
 def made_with(plan: Plan, corpus: str | None) -> dict[str, Any]:
-    """What each row of a run must say."""
+    """The columns with which each row of a run must agree."""
     return {name: getattr(plan, name) for name in ("context", "keep", "batch", "steps")} | {"corpus": corpus}
 
 
 def job_of(plan: Plan, text: Text, out: Path) -> Job:
-    """What the runs of a command share."""
+    """The job that the runs of a command share."""
     made = made_with(plan, text.name)
     return Job(out / "language.csv", Row, ("size", "method", "seed"), lambda key: Run(plan, text, *key), lambda key: made)
 

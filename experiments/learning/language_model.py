@@ -30,7 +30,7 @@ HEAD_DIM = 64  # the kernels of sm_90 have D = 64 and 128
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model. lr: the highest learning rate, the same for every method."""
+    """The size of a model. lr: the highest learning rate, the same for every method."""
 
     width: int
     layers: int

@@ -53,7 +53,7 @@ QUICK = {"listops": Sizes(64, 500, 100), "image": Sizes(1024, 64, 16), "retrieva
 
 @dataclass(frozen=True)
 class Budget:
-    """Of a task: optimiser steps of every variant from the start, steps between evaluations, the highest rate."""
+    """The budget of a task: optimiser steps of every variant from the start, steps between evaluations, the highest rate."""
 
     steps: int
     every: int
@@ -117,7 +117,7 @@ class Plan:
         return filled
 
     def sizes(self, task: str, quick: bool) -> Sizes:
-        """Of a task."""
+        """The sizes of a task."""
         own = (QUICK if quick else TASKS)[task]
         return Sizes(self.length or own.length, self.examples or own.examples, self.tested or own.tested)
 
@@ -196,13 +196,13 @@ def batch_of(examples: int, count: int, seed: int, step: int) -> Tensor:
 
 
 def made_with(plan: Plan, task: str, variant: str, quick: bool) -> dict[str, Any]:
-    """What each row of a run must say."""
+    """The columns with which each row of a run must agree."""
     sizes = plan.sizes(task, quick)
     return {"steps": plan.of(task, variant).steps, "length": sizes.length, "batch": plan.batch, "examples": sizes.examples}
 
 
 def job_of(plan: Plan, out: Path, folder: Path | None, cache: Path | None, quick: bool) -> Job:
-    """What the runs of a command share. A task is drawn when its first run begins, or read from `cache`."""
+    """The job that the runs of a command share. A task is drawn when its first run begins, or read from `cache`."""
     drawn: dict[str, Data] = {}
 
     def begin(key: Key) -> Run:

@@ -31,7 +31,7 @@ SEED_OF_TESTS = 10**6
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a task: tokens of a text, and examples for training and for the test."""
+    """The sizes of a task: tokens of a text, and examples for training and for the test."""
 
     length: int
     examples: int
@@ -177,7 +177,7 @@ def guessed(data: Data) -> tuple[float, float]:
 
 
 def kept_name(task: str, sizes: Sizes, folder: Path | None) -> str:
-    """Of the file with a task's examples."""
+    """The name of the file with a task's examples."""
     name = name_in(folder) if task == "retrieval" and folder is not None else None
     corpus = f"-{name}" if name else ""
     return f"{task}{corpus}-{sizes.length}-{sizes.examples}-{sizes.tested}.pt"

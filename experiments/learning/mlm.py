@@ -171,19 +171,19 @@ def hidden(tokens: Tensor, vocabulary: int, count: int, number: int) -> tuple[Te
 
 
 def steps_of(plan: Plan, method: str) -> int:
-    """Of a whole run."""
+    """The steps of a whole run."""
     return 0 if method.endswith("_pruned") else plan.of(method).steps
 
 
 def made_with(plan: Plan, method: str, corpus: str | None) -> dict[str, Any]:
-    """What each row of a run must say."""
+    """The columns with which each row of a run must agree."""
     return {
         "context": plan.context, "batch": plan.batch, "steps": steps_of(plan, method), "masked": plan.masked, "corpus": corpus,
     }  # fmt: skip
 
 
 def job_of(plan: Plan, text: Text, out: Path) -> Job:
-    """What the runs of a command share."""
+    """The job that the runs of a command share."""
 
     def base(key: Key) -> Key | None:
         return (key[0], "dense", key[2]) if key[1].endswith(("_pruned", "_tuned")) else None

@@ -92,7 +92,7 @@ class Plan:
             raise ValueError("torch sees no CUDA device; --quick runs on the CPU, and --device cpu does with any sizes, slowly")
 
     def length(self, step: int) -> int:
-        """Of the sequences of a step, counted from 1."""
+        """The length of the sequences of a step; steps are counted from 1."""
         lengths = [n for n in (self.context // part for part in (8, 4, 2, 1)) if n >= 4 * self.digits + 2]
         return lengths[step % len(lengths)] if step <= self.mixed * self.steps else self.context
 
@@ -140,8 +140,8 @@ def draw(
 def draw_asked(
     text: Tensor, vocabulary: int, length: int, depths: Tensor, digits: int, generator: torch.Generator, asked: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, places `[N, P]`, answers `[N, P]`) of `draw` with up to `asked` questions, each followed by the digits, at random places behind the
-    passkey. Where a question would come before it there is text, and the answer is -100."""
+    """(tokens, places `[N, P]`, answers `[N, P]`) of `draw` with up to `asked` questions, each followed by the digits, at random places after the
+    passkey. If a question would come before the passkey, there is text in its place, and its answer is -100."""
     tokens, key = draw(text, vocabulary, length, depths, digits, generator)
     slots = (length - digits) // (digits + 1)
     drawn = torch.rand(len(depths), slots, generator=generator, device=generator.device).argsort(1)[:, : asked - 1]
@@ -228,7 +228,7 @@ class Run:
 
 
 def made_with(plan: Plan, corpus: str | None) -> dict[str, Any]:
-    """What each row of a run must say."""
+    """The columns with which each row of a run must agree."""
     return {name: getattr(plan, name) for name in ("context", "keep", "digits", "steps", "size")} | {"corpus": corpus}
 
 

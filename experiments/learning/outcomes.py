@@ -1,4 +1,4 @@
-"""What a unit left behind: whether its rows are whole, whether a dense run has learned its task, and what its log says of a failure."""
+"""The outcome of a unit: whether its rows are whole, whether a dense run has learned its task, and what its log says of a failure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_whole(unit: Unit, rows: Rows) -> bool:
 
 
 def settings(unit: Unit, data: Path) -> dict[str, str]:
-    """What each row of the unit must say of how it was made. data: the corpus; where it is not there, rows may be of any."""
+    """The settings that each row of the unit must state. data: the corpus; if it does not exist, rows may be of any corpus."""
     options, plan = planned(unit)
     corpus = "reference" if unit.quick else name_in(data)
     if unit.program == "needle":
@@ -79,7 +79,7 @@ def has_no_gap(unit: Unit, rows: Rows) -> bool:
 
 
 def examples_name(unit: Unit, corpus: Path) -> str:
-    """Of the file that a unit of the program prepare draws."""
+    """The name of the file that a unit of the program prepare draws."""
     options = lra.parse([*unit.arguments, *ON_CPU])
     (task,) = options.task
     sizes = language.plan_of(options, lra.Plan).sizes(task, options.quick)
@@ -100,7 +100,7 @@ def has_learned(unit: Unit, rows: Rows) -> bool:
 
 
 def cause_of(log: Path) -> str:
-    """What `--plain` should leave out, by the end of a log."""
+    """The part that `--plain` should leave out, by the end of a log."""
     text = log.read_text(errors="replace")[-20_000:] if log.is_file() else ""
     # a step that is captured calls compiled parts too, so what speaks of graphs comes first
     if re.search(r"captur(e|ing)|cudaErrorStreamCapture|CUDAGraph", text):
@@ -109,6 +109,6 @@ def cause_of(log: Path) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Of a log, which is usually the error."""
+    """The last line of a log, which is usually the error."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.is_file() else []
     return lines[-1] if lines else "it printed nothing"

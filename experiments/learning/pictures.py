@@ -2,8 +2,8 @@
 
 A picture has one shape of brightness a on a ground of brightness b, |a - b| >= 48 of 255, either of them the brighter; the shape's bounding
 box is a square of 10 to 26 pixels at any place. Onto it come a gradient of up to 40 grey levels in any direction, 12 specks of one pixel
-each and normal noise of 12 levels. What differs from CIFAR-10: no photographs, eight classes, and a rule that tells them apart without
-error where there is no noise, so accuracies are not comparable with those of other works.
+each and normal noise of 12 levels. The differences from CIFAR-10 are: no photographs, eight classes, and a rule that tells the classes apart
+without error if there is no noise. So accuracies are not comparable with those of other works.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _some(classes: Tensor, generator: torch.Generator, plain: bool) -> Tensor:
 
 
 def shape_of(classes: Tensor, down: Tensor, right: Tensor) -> Tensor:
-    """Which pixels are inside: bool `[N, S, S]` of classes `[N]` and places in the bounding box, 0 to 1, `[N, S, 1]` and `[N, 1, S]`."""
+    """The pixels that are inside: bool `[N, S, S]` of classes `[N]` and places in the bounding box, 0 to 1, `[N, S, 1]` and `[N, 1, S]`."""
     box = (down >= 0) & (down < 1) & (right >= 0) & (right < 1)
     from_centre = (down - 0.5).square() + (right - 0.5).square()
     edge = torch.maximum((down - 0.5).abs(), (right - 0.5).abs())

@@ -1,9 +1,8 @@
 """Training runs in pieces: rows in a CSV as they are made, checkpoints where a command's minutes end, and going on from both.
 
 A run is named by three columns of its rows, such as (size, method, seed). It may begin with the last weights of another run, its base,
-which are kept in `weights/` beside the CSV. Of a run that was cut, the rows up to its checkpoint in `checkpoints/` are kept; of one that
-was cut without a checkpoint, none. Files are written whole or not at all, and of a CSV a line that was cut short is not read, so that a command may be
-killed at any moment.
+which are kept in `weights/` beside the CSV. When a run was cut, its rows up to its checkpoint in `checkpoints/` are kept, and none if it has
+no checkpoint. Files are written whole or not at all. A line of a CSV that was cut short is not read. So a command may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Run(Protocol):
         """Train from where it stands, but not beyond the deadline; a row, a dataclass, after each evaluation."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """The state that a checkpoint holds."""
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
@@ -49,7 +48,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What the runs of a command share. table: the CSV. row: the dataclass of a row, with the columns step and steps. key: the columns that
+    """The parts that the runs of a command share. table: the CSV. row: the dataclass of a row, with the columns step and steps. key: the columns that
     name a run. begin: makes a run. made_with: what each row of a run must say; `steps` is among it. base: the run whose weights a run
     begins with, if any. is_base: whether the last weights of a run are kept for others. shared: the folder where, unless it is `weights/`."""
 
@@ -68,7 +67,7 @@ class Job:
         return first, second, int(third)
 
     def steps(self, key: Key) -> int:
-        """Of a whole run."""
+        """The steps of a whole run."""
         return int(self.made_with(key)["steps"])
 
     def weights(self, key: Key) -> Path:
@@ -150,7 +149,7 @@ def check(plan: Any, least: dict[str, int]) -> None:
 
 def kept_rows(rows: Rows, job: Job, runs: list[Key]) -> Rows:
     """The rows that a continued command keeps: those of whole runs, and those up to the checkpoint of a run that has one. A base whose
-    weights are gone while one of `runs` still needs them is made again."""
+    weights are gone while one of `runs` still needs them is repeated."""
     for row in rows:
         wanted = {column: str(value) for column, value in job.made_with(job.key_of(row)).items()}
         made = {column: row[column] for column in wanted}

@@ -1,4 +1,4 @@
-"""Which unit of `everything.py` is made next, and what becomes of each."""
+"""The choice of the unit of `everything.py` that is made next, and the outcome of each."""
 
 from __future__ import annotations
 

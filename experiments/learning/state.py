@@ -27,19 +27,19 @@ class State:
         self._notes: dict[Unit, dict[str, Any]] = {}
 
     def folder(self, unit: Unit) -> Path:
-        """Of one unit."""
+        """The folder of one unit."""
         return self.root / unit.folder
 
     def log(self, unit: Unit) -> Path:
-        """What the unit printed."""
+        """The file with the unit's output."""
         return self.folder(unit) / "log.txt"
 
     def rows(self, unit: Unit) -> Rows:
-        """Of the unit's CSV."""
+        """The rows of the unit's CSV."""
         return read(self.folder(unit) / f"{unit.program}.csv")
 
     def weights(self, unit: Unit) -> Path:
-        """What others begin with, if the unit is a base."""
+        """The weights with which others begin, if the unit is a base."""
         return self.root / "weights" / unit.program / f"{unit.name}.pt"
 
     def is_whole(self, unit: Unit) -> bool:
@@ -54,7 +54,7 @@ class State:
         return unit in self._whole
 
     def about(self, unit: Unit) -> dict[str, Any]:
-        """What earlier commands noted: failures, cause, plain, seconds in all, slots of a GPU."""
+        """The notes of earlier commands: failures, cause, plain, seconds in all, slots of a GPU."""
         if unit not in self._notes:
             path = self.folder(unit) / "unit.json"
             self._notes[unit] = json.loads(path.read_text()) if path.is_file() else {}
@@ -74,7 +74,7 @@ class State:
         return self.about(unit).get("failures", 0) > 1
 
     def seconds(self, unit: Unit) -> float:
-        """What it took of a GPU: the wall clock over the slots; 0 where it is not known."""
+        """The seconds of a GPU that the unit took: the wall clock over the slots; 0 if they are not known."""
         return self.about(unit).get("seconds", 0.0) / self.about(unit).get("slots", 1)
 
     def take(self, unit: Unit, rows: Rows) -> None:
@@ -85,7 +85,7 @@ class State:
         write_rows(self.folder(unit) / f"{unit.program}.csv", list(rows[0]), rows)
 
     def repair(self) -> None:
-        """Bases whose weights are gone while a unit still begins with them are made again, and weights that nobody needs are deleted."""
+        """Bases whose weights are gone while a unit still begins with them are repeated, and weights that nobody needs are deleted."""
         bases = {unit.base for unit in self.units if unit.base}
         needed = {unit.base for unit in self.units if unit.base and not self.is_whole(unit) and not self._has_checkpoint(unit)}
         for base in filter(self.is_whole, bases):

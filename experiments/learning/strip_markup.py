@@ -1,4 +1,4 @@
-"""Plain text out of the four markups in which the manuals of `corpus.py` are written. What is lost is markup alone, or nearly: a
+"""Plain text out of the four markups in which the manuals of `corpus.py` are written. Nearly all that is lost is markup: a
 language model needs text that reads on, not a faithful rendering."""
 
 from __future__ import annotations

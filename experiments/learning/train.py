@@ -142,7 +142,7 @@ class Trainer:
         return self._step(batch.tokens, batch.places, batch.answers)
 
     def length(self) -> int:
-        """Of the sequences of the next batch."""
+        """The length of the sequences of the next batch."""
         full = self.task.length
         if self.done >= self.plan.mixed * self.steps:
             return full

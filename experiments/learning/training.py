@@ -39,7 +39,7 @@ class Training(ABC):
 
     @abstractmethod
     def evaluate(self) -> float:
-        """What a row says of held-out data."""
+        """The result on held-out data, as a row states it."""
 
     @abstractmethod
     def _row(self, train_loss: float, found: float, step_ms: float, peak: float) -> Any:
@@ -81,7 +81,7 @@ class Training(ABC):
         return loss.detach()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """The state that a checkpoint holds."""
         plan = asdict(self.plan) | {"data": self.data}
         states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return {**states, "step": self.step, "losses": list(self._losses), "plan": plan}

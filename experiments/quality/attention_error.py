@@ -7,7 +7,7 @@ tokens. For each head of each text a mechanism computes O', and its error is `|O
 row of `attention_error.csv` is a mechanism on a layer (or on all): quantiles of that error over heads and texts.
 
 Nothing is trained for any mechanism, which is the point for those that may replace dense attention in a model as it is, and
-a handicap for the others. What was chosen for them:
+a handicap for the others. Their settings are:
 
     window          the nearest keys on both sides, 128 in all where there are as many
     performer       orthogonal positive features, drawn for each head; m = d ln d = 111, and 512

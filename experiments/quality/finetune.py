@@ -51,7 +51,7 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Place:
-    """Where an encoder runs, and in what."""
+    """The device on which an encoder runs, and its dtype."""
 
     device: str = "cpu"
     dtype: torch.dtype = torch.float32

@@ -109,7 +109,7 @@ def _normal(size: tuple[int, int], generator: torch.Generator) -> Tensor:
 
 
 def _orthogonal(size: tuple[int, int], dim: int, generator: torch.Generator) -> Tensor:
-    """What blocks of orthogonal features give on one direction: a random rotation of a unit vector is a uniform unit vector, and
+    """The results of blocks of orthogonal features on one direction: a random rotation of a unit vector is a uniform unit vector, and
     each feature has the length of a normal vector of its own."""
     trials, features = size
     blocks = -(-features // dim)

@@ -2,7 +2,7 @@
 
     python experiments/volta/predict_volta.py [--out benchmarks/results/predictions/volta.csv]
 
-With `--out`, also every row of the paper's Fig. 10 and 11: see predict_volta_rows.py. What is counted, volta_clocks.py says.
+With `--out`, also every row of the paper's Fig. 10 and 11: see predict_volta_rows.py. volta_clocks.py says what is counted.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def products_seconds() -> float:
 
 
 def passes_seconds() -> float:
-    """What a layer that fuses nothing reads and writes between products, in float16."""
+    """The seconds that a layer that fuses nothing takes to read and write between products, in float16."""
     return 2.0 * PASSES * TOKENS * HIDDEN / BANDWIDTH
 
 

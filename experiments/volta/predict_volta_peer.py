@@ -3,7 +3,7 @@
     python experiments/volta/predict_volta_peer.py [--out benchmarks/results/predictions/volta_peer_rows.csv]
 
 The counts are those that volta_peer.py read (results/predictions/volta_peer.csv); what they cost is the model of volta_clocks.py and
-predict_volta_rows.py, the same for both kernels. The sizes are those of SparkAttention's grid without dropout. Where the model had
+predict_volta_rows.py, the same for both kernels. The sizes are those of SparkAttention's grid without dropout. If the model had
 to assume something, it favours the peer: tiles that the causal edge cuts cost as much as whole ones, no maximum rises, and the work
 of backward is spread evenly over the multiprocessors, whichever way torch splits the keys. Its backward keeps the float32 sums of dQ
 in device memory, where each block of keys reads and writes all of them: those bytes are counted, at the memory's full speed.

@@ -91,7 +91,7 @@ def blocks_of(assembly: str) -> list[Block]:
 
 
 def _following(last: tuple[bool, str], end: int, labels: dict[str, int]) -> list[int]:
-    """Where control goes after a block's last instruction. A call is not followed: it returns."""
+    """The places to which control goes after a block's last instruction. A call is not followed: it returns."""
     is_conditional, text = last
     if not re.match("BRA|EXIT|RET", text):
         return [end]

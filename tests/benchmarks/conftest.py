@@ -1,4 +1,4 @@
-"""What tests of tables share."""
+"""The fixtures that tests of tables share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backends are excused from in the contracts that they inherit, each with its reason. Nothing else may excuse a backend."""
+"""The tests from which backends are excused in the contracts that they inherit, each with its reason. Nothing else may excuse a backend."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def test_every_rank_does_the_same_work(many):
 
 
 def _raised(rank, ranks, device, change):
-    """What each rank raises when rank 1 differs, and that the group still works after it."""
+    """The error that each rank raises when rank 1 differs; the group still works after it."""
     sizes = EVEN[:ranks]
     query, key, value, scores, ids = whole(device, sizes, documents=[sum(sizes) - 4, 4], batch=1)
     tensors = {"query": query, "key": key, "value": value, "key_scores": scores}

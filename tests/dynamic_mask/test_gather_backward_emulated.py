@@ -68,7 +68,7 @@ def test_ordinary_rows(emulated, dim, add_scores):
 @pytest.mark.parametrize("score", [LEAST, -1e9, 1e9, MOST])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_far_rows(emulated, dim, score, dtype):
-    """Of the first keys, so that the first blocks have far rows alone, one has both, and later ones have none unless the scores are large."""
+    """The first keys have far scores: the first blocks have far rows alone, one has both, and later ones none unless the scores are large."""
     query, key, value, scores, dout = inputs_of(2, 1, 200, dim, dtype)
     scores[..., :80] = score
     lse = check(query, key, value, scores, dout, 40)
@@ -85,7 +85,7 @@ def test_far_scores_among_others(emulated, score):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_far_products_without_scores(emulated, dim):
-    """Of every other query; keys stand in pairs, so that the largest weight is a half."""
+    """Every other query has far products; keys stand in pairs, so that the largest weight is a half."""
     query, key, value, scores, dout = inputs_of(2, 2, 100, dim, torch.bfloat16)
     query[:, :, ::2] *= 8000
     key[:, :, 1::2] = key[:, :, ::2]

@@ -1,4 +1,4 @@
-"""Which queries keep a key: intervals against one brute-force ranking for each query, bit for bit."""
+"""The queries that keep a key: intervals against one brute-force ranking for each query, bit for bit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_intervals_are_the_ranking_of_every_query(selection):
 
 @hypothesis.given(selections())
 def test_documents_as_one_order(selection):
-    """What kernels without documents compute of the ranks by document is what documents mean."""
+    """Kernels without documents, given the ranks by document, compute what documents mean."""
     scores, keep, _, _, lengths, documents = selection
     if documents is None:
         documents = torch.zeros(scores.shape[0], scores.shape[2], dtype=torch.int64)

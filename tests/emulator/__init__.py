@@ -43,7 +43,7 @@ def ready(call: Any, device: torch.device) -> Callable[..., None]:
 
 
 class TensorMap(ctypes.Structure):
-    """What the copies of tma.cuh take: the sizes and strides of `saccade.nvrtc.tensor_map`, in the order of the driver."""
+    """The tensor map that the copies of tma.cuh take: the sizes and strides of `saccade.nvrtc.tensor_map`, in the order of the driver."""
 
     _fields_ = (
         ("address", ctypes.c_uint64), ("sizes", ctypes.c_int64 * 4), ("strides", ctypes.c_int64 * 3), ("columns", ctypes.c_int32),

@@ -2,7 +2,7 @@
 // Warps run one after the other, each as far as the next barrier of the block, in an order that changes: where a barrier is missing,
 // one warp has gone ahead and another lags behind.
 //
-// What no kernel changes is device.cpp, which is compiled once: a kernel then takes half the time to compile.
+// Code that no kernel changes is in device.cpp, which is compiled once: a kernel then takes half the time to compile.
 #pragma once
 #include <cmath>
 #include <cstdint>

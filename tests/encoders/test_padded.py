@@ -44,7 +44,7 @@ def filled_up(one, batch):
 
 
 def loss_of(outputs, mask):
-    """Of every output at the real tokens."""
+    """The loss of every output at the real tokens."""
     return sum(
         (x[mask.bool()] if x.shape[:2] == mask.shape else x).sin().sum()
         for x in outputs.values()

@@ -1,4 +1,4 @@
-"""Where a long text is cut, its first words give the ids of the whole text."""
+"""If a long text is cut, its first words give the ids of the whole text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sentence-transformers builds around an encoder gives stock's results after `saccade.optimize`, in inference and in training."""
+"""Models that sentence-transformers builds around an encoder give stock's results after `saccade.optimize`, in inference and training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a captured graph depends on is seen by C++ as by Python."""
+"""C++ and Python see the same state, on which a captured graph depends."""
 
 from __future__ import annotations
 

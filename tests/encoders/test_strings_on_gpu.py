@@ -69,7 +69,7 @@ def test_encode(folder, pooling, dtype):
 
 
 def test_training_after_encode(folder):
-    """What a call under inference mode has made serves a backward."""
+    """A backward can use what a call under inference mode has made."""
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
     modules = [Transformer(saved(folder, "BertModel")), Pooling(SIZES["hidden_size"])]

@@ -26,7 +26,7 @@ with Seen():
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is built without oneMKL")
 def test_import_settles_which_kernels_mkl_takes():
-    """Of both dtypes and both functions, before anything of many numbers: whether one thread or another is first is a matter of luck."""
+    """The import calls both functions in both dtypes before any tensor of many numbers: which thread comes first is a matter of luck."""
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
     wanted = [f"aten::{name} {dtype} 1" for dtype in (torch.float32, torch.float64) for name in ("exp", "log")]
     assert done.stdout.splitlines() == wanted

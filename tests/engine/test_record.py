@@ -1,4 +1,4 @@
-"""What is derived from the record of an operation: the schemas of its ops, which exported programs hold, and what a record must be."""
+"""The parts that are derived from the record of an operation: the schemas of its ops, which exported programs hold, and what a record must be."""
 
 from __future__ import annotations
 

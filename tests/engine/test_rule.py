@@ -127,7 +127,9 @@ def contradicts(rule: Rule, grad: bool, least: float) -> bool:
 
 
 def speeds(backend: str, rule: Rule, row: Row | Line, direction: str) -> list[float]:
-    """Of a backend, as multiples of torch's, or of another backend's that the rule names; in the table of host time, of a call that Python launches."""
+    """The speeds of a backend, as multiples of torch's or of another backend's that the rule names.
+
+    In the table of host time they are the speeds of a call that Python launches."""
     path, rival = rule.source.path, re.search(r"ms by `(\w+)`", rule.said)
     of_the_host = path.endswith("short_overhead.csv")
     name = "python" if of_the_host else backend

@@ -161,9 +161,9 @@ def test_packed_sequences_of_any_length(dim, causal, dropout_p, at_once, monkeyp
         lse[:, -3:] = 0.0  # of no sequence
         dlse = lse.masked_fill(lse.isinf(), 0.0)  # the gradient of a row without keys times its probabilities, 0, must not be NaN
         results.append((out, lse, *launchers.backward(args, dout, dlse, out, lse, bias_grad=False, configs=configs)[:3]))
-    # Where a key is the only one, no gradient reaches it through `out`: dP - delta is 0. With dropout `out` is the value times 1 / (1 - p), rounded to 16
-    # bits, and what was rounded off is in delta, summed over up to 128 queries: some 0.05 to 0.1 of dk. Triton's tiles of up to 128 tokens do not read
-    # `out`; its kernels for longer sequences do, and agree.
+    # If a key is the only one, no gradient reaches the key through `out`: dP - delta is 0. With dropout `out` is the value times 1 / (1 - p), rounded
+    # to 16 bits. Delta holds the rounding errors, summed over up to 128 queries: some 0.05 to 0.1 of dk. Triton's tiles of up to 128 tokens do not
+    # read `out`; its kernels for longer sequences do, and agree.
     for name, ours, theirs in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-1 if dropout_p and name == "dk" else 3e-2)
 

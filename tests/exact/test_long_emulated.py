@@ -56,7 +56,7 @@ def compare(found, expected, tolerance=0.015):
 
 
 def kept_of(seed, dropout_p, *sizes):
-    """What dropout multiplies the weights with, float64 `[B, H, Tq, Tk]`."""
+    """The factors with which dropout multiplies the weights, float64 `[B, H, Tq, Tk]`."""
     return 1.0 if seed is None else dropout_keep(seed, dropout_p, *sizes).double() / (1.0 - dropout_p)
 
 

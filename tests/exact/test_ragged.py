@@ -159,7 +159,7 @@ def test_lists_hold_every_sequence_once_in_order(number):
 
 @pytest.mark.parametrize("longest", [9, 130])
 def test_a_small_batch_is_one_launch_without_lists(longest, monkeypatch):
-    """Of sequences of any length, none among them too; beyond the largest tile in the long form, whose backward has two kernels and row sums."""
+    """Sequences may have any length, 0 too. Beyond the largest tile the long form runs, whose backward has two kernels and row sums."""
     launched = []
     monkeypatch.setattr(
         launches,

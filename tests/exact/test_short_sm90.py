@@ -182,8 +182,8 @@ def test_biases_that_auto_takes(shape, needs_grad, bias_grad, preferred):
     ids=["Swin", "one image", "few tokens", "larger windows", "one image from C++", "larger windows from C++", "wide heads from C++"],
 )  # fmt: skip
 def test_biases_of_windows_that_auto_takes(images, tokens, dim, host_counts, preferred):
-    """As a bias that the batch shares is taken; whose windows are all of the batch is that of each row. Where host time does not count,
-    every bias is up to D = 64."""
+    """As a bias that the batch shares is taken; whose windows are all of the batch is that of each row. If host time does not count,
+    every bias is taken up to D = 64."""
     query = torch.empty(images, 64, 3, tokens, dim, dtype=torch.bfloat16, device="meta")
     bias = torch.empty(64, 3, tokens, tokens, dtype=torch.bfloat16, device="meta", requires_grad=True)
     problem = describe_attention(query, query, query, bias, 0.0, False, None, False, None, False, False, True)

@@ -141,7 +141,7 @@ def test_values_are_checked_on_a_cpu_without_being_asked():
 
 
 def test_a_remembered_call_does_not_vouch_for_another():
-    """What is worked out once for a kind of call is not taken for calls that differ in one of the things that are checked."""
+    """Results that are worked out once for a kind of call are not used for calls that differ in one of the things that are checked."""
     (query, key, value), ends = tensors(1, 1)
     longest, bias = {"max_seqlen_q": 1, "max_seqlen_k": 1}, torch.zeros(2, 1, 1, device=DEVICE)
     for backend in ("auto", "ragged", "reference"):
@@ -171,7 +171,7 @@ def test_a_remembered_call_does_not_vouch_for_another():
 @pytest.mark.parametrize("by_lists", [False, True], ids=["at-once", "by-lists"])
 @pytest.mark.parametrize("ends", [[0, 300, 400], [5, 9, 13], [0, 9, 4], [-7, 3, 13], [0, 2, 2**30]])
 def test_wrong_lengths_never_read_outside(ends, by_lists, monkeypatch):
-    """What nobody checked is clamped: results of the other sequences are right, and nothing faults."""
+    """Lengths that nobody checked are clamped: results of the other sequences are right, and nothing faults."""
     if by_lists:
         monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)
     (query, key, value), _ = tensors(4, 9)
@@ -592,7 +592,7 @@ def test_a_batch_without_queries_or_keys_has_gradients_of_zero(tokens, keys, tai
 
 
 class DenseLast(torch.autograd.Function):
-    """What torch's packed attention demands of its inputs and of the gradient of its output."""
+    """The layout that torch's packed attention demands of its inputs and of the gradient of its output."""
 
     @staticmethod
     def forward(ctx, *tensors):

@@ -256,8 +256,8 @@ def test_emulated_float16_sums(emulated, case):
 
 @needs_emulator
 def test_emulated_float16_sums_are_less_exact_and_have_headroom(emulated):
-    """4,000 equal weights of values of 30, whose plain sum no float16 holds, average to 30. Of random values tiles are summed by
-    themselves: an error of 0.2 %, where 0.44 % were measured with all keys in one sum."""
+    """4,000 equal weights of values of 30, whose plain sum no float16 holds, average to 30. Tiles of random values are summed by
+    themselves: the error is 0.2 %, and 0.44 % were measured with all keys in one sum."""
     case = Case("odd", 1, 2, 2, 37, 75, 64)
     inputs = make(case, HALF, "cpu")
     exact, found = (attend(inputs, backend=name)[1].double() for name in ("volta", "volta_fp16"))
@@ -303,8 +303,8 @@ def test_emulated_backward_has_the_scores_of_forward(emulated, backend):
 
 
 def check_far_float16_sums(device: str, run) -> None:
-    """Rows whose lse is too coarse: their maximum is that of scores summed in float16, as backward sums them. Of rows whose two best keys
-    are near each other, which those roundings may swap, no gradient is asked."""
+    """Rows whose lse is too coarse: their maximum is that of scores summed in float16, as backward sums them. Rows whose
+    two best keys are near each other have a dout of 0, since those roundings may swap the keys."""
     case = Case("far", 2, 2, 1, 40, 70, 32, lse_grad=True)
     inputs = make(case, HALF, device)
     key = 1000 * inputs.key

@@ -303,7 +303,7 @@ def test_draws(tmp_path):
 
 
 def test_memory_is_drawn_where_the_time_is():
-    """Of a run that shared its GPU neither is known."""
+    """Neither time nor memory is known of a run that shared its GPU."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     common = {"method": "dense", "seed": "0", "keep": "8", "context": "32", "tokens": "64", "device": "a GPU", "torch": "2"}
     rows = [

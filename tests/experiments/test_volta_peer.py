@@ -1,4 +1,4 @@
-"""What is read from a kernel of torch: the loop over tiles, followed along the cheapest path that makes every product."""
+"""The part that is read from a kernel of torch: the loop over tiles, followed along the cheapest path that makes every product."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def names():
 
 @pytest.fixture
 def warned(caplog, monkeypatch):
-    """What has been said so far of models that fall back."""
+    """The warnings so far of models that fall back."""
     monkeypatch.setattr(refusal, "_TOLD", set())
     caplog.set_level(logging.WARNING, "saccade")
     return lambda: [r.getMessage() for r in caplog.records if r.name == "saccade"]

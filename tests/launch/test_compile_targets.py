@@ -431,7 +431,7 @@ def compiled(request, tmp_path_factory):
 
 
 def failures_of(release: str, arch: int, rows: list[dict]) -> list[str]:
-    """What is wrong with compiled kernels, a sentence each."""
+    """The faults of compiled kernels, a sentence each."""
     failures = []
     for row in rows:
         name = row["problem"]

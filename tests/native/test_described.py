@@ -1,4 +1,4 @@
-"""What C++ passes to a kernel is what Python passed: every address, every tensor map and every number, for the kernels of sm_90, without a GPU.
+"""C++ passes to a kernel what Python passed: every address, every tensor map and every number, for the kernels of sm_90, without a GPU.
 
 The kernels do not run here. A launch writes down its arguments: from Python through a stand-in for `Bound`, from C++ through functions in the
 place of the driver's.

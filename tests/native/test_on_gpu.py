@@ -57,7 +57,7 @@ def test_every_case(case, dtype, calls):
 
 @pytest.mark.parametrize("backend", ["short", "long"])
 def test_time_outside_the_batch(calls, backend):
-    """As `nn.MultiheadAttention` has it: results lie so too, when Python plans the call and when C++ makes it again."""
+    """As `nn.MultiheadAttention` has it: results lie so too, when Python plans the call and when C++ replays it."""
     tokens = 32 if backend == "short" else 197
     case = Case("time first", 3, 4, 4, tokens, tokens, 64)
     inputs = make(case, torch.bfloat16, "cuda", layout="tbhd")

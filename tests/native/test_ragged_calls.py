@@ -319,7 +319,7 @@ def test_a_larger_batch_is_not_one_launch(seen, monkeypatch):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_first_call_is_not_kept_alive(seen, packed):
-    """What C++ calls for a gradient of a new layout lives as long as the process; it held the first call's tensors."""
+    """The function that C++ calls for a gradient of a new layout lives as long as the process; it held the first call's tensors."""
     given = packed_batch([5, 9, 3], grad=True) if packed else batch([5, 9, 3], grad=True)
     tensors = [given[0]] if packed else given[0]
     held = [x * 1 for x in tensors]

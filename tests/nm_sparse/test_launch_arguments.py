@@ -1,4 +1,4 @@
-"""What the launches with tensor maps give their kernels, by name, without a GPU."""
+"""The arguments that launches with tensor maps pass to their kernels, by name, without a GPU."""
 
 from __future__ import annotations
 

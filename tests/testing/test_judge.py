@@ -190,7 +190,7 @@ def test_many_errors_within_the_budget_are_too_much_together(numbers):
 
 
 def test_a_mean_error_of_half_a_percent_is_too_much():
-    """Where the budget would allow more, by a baseline with one large error among many numbers."""
+    """It is too much even if the budget would allow more, by a baseline with one large error among many numbers."""
     oracle = torch.ones(1, 1, 1, 4096, dtype=torch.float64)
     baseline = oracle.float()
     baseline[..., 0] += 0.04

@@ -272,7 +272,7 @@ def test_the_line_of_a_failure_names_the_size_of_its_family():
 
 
 def test_draws_reach_every_feature():
-    """What a soak claims to try, it tries within a few hundred draws."""
+    """A soak tries every feature that it claims to try within a few hundred draws."""
     drawn = {
         name: [case_of(name, Draw(name, "auto", n, 1), LARGE, True) for n in range(400)]
         for name in dict.fromkeys(op for op, _ in pairs())
@@ -567,7 +567,7 @@ def test_a_wrong_cache_is_found(name, monkeypatch):
 
 @pytest.mark.parametrize(("lost", "by"), [("sinks", 1), ("window", 2), ("keep", 1)])
 def test_a_cache_that_keeps_too_little_is_found(lost, by, monkeypatch):
-    """What later tokens can see is dropped, and the count of tokens is right. Of a window the oldest token is never seen again."""
+    """A token that later tokens can see is dropped, and the count of tokens is right. The oldest token of a window is never seen again."""
     right = Entries.best
 
     def best(self, keep, sinks, window):

@@ -222,7 +222,7 @@ def drawn_at(seed, entry):
 
 
 def test_no_entry_is_lost_to_layouts_that_its_backend_declines(monkeypatch):
-    """Kernels want dense rows. Where four layouts were all that an entry could have, one entry in six of `gather` never ran."""
+    """Kernels want dense rows. When an entry could have four layouts alone, one entry in six of `gather` never ran."""
 
     def dense_alone(cases, setting, lse, draws):
         inputs = checks._placed(make_dynamic_mask, cases[0], setting, draws)

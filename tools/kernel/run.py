@@ -50,7 +50,7 @@ def tested(kernel: Path, part: str, dtype: str, seconds: float, log: Path | None
 
 
 def read_tests(text: str, code: int, what: str) -> Line:
-    """What pytest said at the end. Code 5 says that no test was found."""
+    """The line of what pytest printed at the end. Code 5 says that no test was found."""
     counts = {
         name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|errors?)\b", text.rpartition("\n=")[2] or text)
     }

@@ -44,7 +44,7 @@ class Setting(NamedTuple):
 
     @property
     def source(self) -> torch.Generator | None:
-        """What draws the data on a GPU, where it is used."""
+        """The generator that draws the data on a GPU, else None."""
         return torch.Generator(self.device) if self.device.type == "cuda" else None
 
 

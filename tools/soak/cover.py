@@ -101,7 +101,7 @@ def classes_of(operation: str, backend: str, widths: tuple[int, ...]) -> Space:
 
 
 def arguments_of(operation: str, backend: str, widths: tuple[int, ...], dropout: bool) -> Space:
-    """What varies in pairs within each class. dropout: whether a case may drop weights."""
+    """The arguments that vary in pairs within each class. dropout: whether a case may drop weights."""
     axes = classes_of(operation, backend, widths)
     sizes = {name: values for name, values in {**SIZES[operation], "width": widths}.items() if name not in axes}
     space = {**sizes, **ARGUMENTS[operation]}

@@ -44,7 +44,7 @@ _HALF, _PLAIN = (torch.bfloat16, torch.float16), (torch.float32,)
 
 
 class Outcome(NamedTuple):
-    """What became of a case. ratio: its worst error over its budget. said: the drawn case and, of a failure, what is wrong; empty where the backend
+    """The outcome of a case. ratio: its worst error over its budget. said: the drawn case and, of a failure, what is wrong; empty where the backend
     took no draw. fatal: the process is of no use after the failure, since its device is lost, or torch's random numbers belong to a capture that
     failed. together: how many cases from this seed on it took to find the failure."""
 

@@ -64,7 +64,7 @@ def _cannot_write(path: Path, error: OSError) -> InvalidArgument:
 
 
 def _versions() -> tuple[str, ...]:
-    """Of saccade, torch, Triton, the CUDA that torch was built for, and Python; empty where there is none."""
+    """The versions of saccade, torch, Triton, the CUDA that torch was built for, and Python; empty if there is none."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a soak found: tallies, and failures with the lines that repeat them."""
+"""The results of a soak: tallies, and failures with the lines that repeat them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Found:
 
 
 def command_line(batch: Batch, device: torch.device) -> str:
-    """What repeats the cases of a batch."""
+    """The command that repeats the cases of a batch."""
     family = "" if batch.family == FAMILY else f"--family {batch.family} "
     entry = "" if batch.entry is None else f"--entry {batch.entry} "
     interpreted = "TRITON_INTERPRET=1 " if interpreting_triton() else ""

@@ -38,7 +38,7 @@ _MOST_POOLS = 20
 
 @dataclass(frozen=True)
 class Task:
-    """What to run. count: random cases in all (500 if nothing else is asked for); operations, backends: empty for all of them; family: seeds that
+    """The task of a soak. count: random cases in all (500 if nothing else is asked for); operations, backends: empty for all of them; family: seeds that
     share their kernels; cover: walk the covering lists first, which minutes do too; entry: one entry of one covering list alone; part: "2/4" walks the second
     quarter of each list."""
 
@@ -125,7 +125,7 @@ def _dealt(entries: tuple[Entry, ...], part: str | None) -> tuple[Entry, ...]:
 
 
 def run_batch(batch: Batch, device: str, ends: float | None = None) -> list[Outcome]:
-    """The outcomes of a batch, in this process; the first that loses the device is the last. Where a backend declines the first cases of a family,
+    """The outcomes of a batch, in this process; the first that loses the device is the last. If a backend declines the first cases of a family,
     the others are not tried: each costs a dozen draws. ends: by `time.time()`, which processes share, when no further case begins."""
     outcomes: list[Outcome] = []
     where = torch.device(device)
@@ -219,7 +219,7 @@ def _soak(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> Fo
 
 
 def _waiting(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> Iterator[Batch]:
-    """What a task asks for: an entry, or the covering lists and then random cases."""
+    """The batches for which a task asks: an entry, or the covering lists and then random cases."""
     if task.entry is not None:
         seeds = tuple(range(task.seed, task.seed + (task.count or SEEDS)))
         return iter([Batch(*chosen[0], seeds, task.family, task.entry)])

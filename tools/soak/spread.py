@@ -1,4 +1,4 @@
-"""Which GPU each of several processes uses, where a machine has several."""
+"""The GPU that each of several processes uses, if a machine has several."""
 
 from __future__ import annotations
 
