@@ -328,7 +328,7 @@ def ragged_rows(arch: int) -> list[dict]:
         mask = make(20, 1, longest, longest, dtype=torch.bool).expand(-1, 4, -1, -1) if "mask" in features else None
         seed = make(1, dtype=torch.int64) if "dropout" in features else None
         numbers = (longest, longest, 0.1 if "dropout" in features else 0.0, 2 if "dropout" in features else 0, 0.1)
-        args = VarlenArgs(query, key, value, ends, ends, bias, seed, *numbers, mask)
+        args = VarlenArgs(query, key, value, ends, ends, bias, seed, *numbers, mask=mask)
         out, lse = launchers.forward(args)
         launchers.backward(args, dout, lse if "bias" in features else None, out, lse, bias_grad=bias is not None)
         if not dense:
