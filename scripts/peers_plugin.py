@@ -97,7 +97,7 @@ class _Log:
 
 
 def _skips_refusals(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A test of what this package refuses in a sentence (windows, ALiBi) is skipped and counted as refused, not failed."""
+    """A test of what this package refuses in a sentence (ALiBi, soft caps) is skipped and counted as refused, not failed."""
 
     @functools.wraps(function)
     def called(*args: Any, **options: Any) -> Any:

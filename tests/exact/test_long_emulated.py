@@ -85,7 +85,7 @@ def dense(
     query, key, value, dout = made
     if lengths is not None:  # what lies behind the last key is never read
         key, value = (x.masked_fill(~real[..., None], torch.nan) for x in (key, value))
-    args = AttentionArgs(query, key, value, mask, None, lengths, seed, dropout_p, causal, dim**-0.5, LaunchCache())
+    args = AttentionArgs(query, key, value, mask, None, lengths, seed, dropout_p, causal, dim**-0.5, launches=LaunchCache())
     results = []
     for _ in range(2):  # the second call is known
         out, lse = long.forward(args)
@@ -151,7 +151,7 @@ def test_maxima_that_rise_behind_the_first_chunk(dim):
     seen = torch.ones(1, 2, 140, 210, dtype=torch.bool)
     rises = (query.float() @ key.float().mT * dim**-0.5).unflatten(-1, (3, 70)).amax(-1).diff(dim=-1) > 6
     assert rises.any((0, 1)).tolist() == [[row in range(5, 90, 17)] * 2 for row in range(140)]
-    args = AttentionArgs(query, key, value, None, None, None, None, 0.0, False, dim**-0.5, LaunchCache())
+    args = AttentionArgs(query, key, value, None, None, None, None, 0.0, False, dim**-0.5, launches=LaunchCache())
     expected = reference(query, key, value, dout, seen, None)
     for x, y in zip(long.forward(args), expected, strict=False):
         torch.testing.assert_close(x.double(), y, rtol=0, atol=0.015 * y.abs().amax().item())

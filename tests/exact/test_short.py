@@ -549,7 +549,7 @@ def test_describes_the_configuration_that_runs():
 
 def test_a_launch_is_remembered_by_the_alignment_of_every_tensor_it_is_given():
     inputs = make(Case("aligned", 1, 2, 2, 9, 9, 16), torch.float32, DEVICE)
-    args = AttentionArgs(inputs.query, inputs.key, inputs.value, None, None, None, None, 0.0, False, 0.25, LaunchCache())
+    args = AttentionArgs(inputs.query, inputs.key, inputs.value, None, None, None, None, 0.0, False, 0.25, launches=LaunchCache())
     _, lse = forward(args)
     memory = torch.zeros(1 + lse.numel(), device=DEVICE)
     before = len(args.launches)

@@ -29,6 +29,8 @@ CPU = torch.device("cpu")
 # caches without a bound, and why they need none
 FINITE = {
     "saccade.engine.tracing.load": "one for each backend",
+    "saccade.exact.measured._lines": "no argument",
+    "saccade.exact.measured._nearest_architecture": "one for each architecture",
     "saccade.hardware.multiprocessors": "one for each device",
     "saccade.nvrtc.source._read_once": "the headers of the CUDA toolkit",
     "saccade.nvrtc.library.loaded": "the NVRTC libraries of the machine",
