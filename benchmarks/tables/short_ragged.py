@@ -68,7 +68,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
         roofs = _roofs(shape, int(lengths.sum()), bandwidth)
         found = {}
         for name, call in _calls(shape, lengths, offsets).items():
-            timings = _timed(name, call, repeat_ms)
+            timings = timed(name, call, repeat_ms)
             if timings is None:
                 continue
             found[name] = timings["fwd"].p50 + timings["bwd"].p50
@@ -94,7 +94,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
         )
 
 
-def _timed(name: str, call: Callable[[], "Prepared"], repeat_ms: int) -> dict[str, Timing] | None:
+def timed(name: str, call: Callable[[], "Prepared"], repeat_ms: int) -> dict[str, Timing] | None:
     """Times of forward, backward and both; None where it does not run. Its tensors are gone afterwards, those of a failed call too, which
     are half the memory of a GPU in the rows of a million sequences."""
     try:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from rows import Row, Writer
-from short_common import stream_bandwidth, time_directions
-from steps import NOT_RUN, first_line
+from short_common import stream_bandwidth
+from tables.short_ragged import timed
 from torch import Tensor
 
 import saccade
@@ -68,7 +68,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
         offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
         roofs, found = _roofs(shape, int(lengths.sum()), bandwidth), {}
         for name, call in _calls(shape, lengths, offsets).items():
-            timings = _timed(name, call, repeat_ms)
+            timings = timed(name, call, repeat_ms)
             if timings is None:
                 continue
             found[name] = timings
@@ -89,16 +89,6 @@ def _say(shape: Shape, found: dict[str, dict[str, Timing]], roofs: dict[str, flo
         f"{roofs['bwd'] / ours['bwd'].p50:.2f}, total x{best / totals['ragged']:.2f} of {peer}, auto x{best / totals['auto']:.2f}",
         flush=True,
     )
-
-
-def _timed(name: str, call: Callable[[], "Prepared"], repeat_ms: int) -> dict[str, Timing] | None:
-    """Times of forward, backward and both; None where it does not run."""
-    try:
-        leaves, dout, compute = call()
-        return time_directions(compute, leaves, dout, repeat_ms)
-    except NOT_RUN as error:
-        print(f"  {name} does not run this row: {first_line(error)}")
-        return None
 
 
 def _roofs(shape: Shape, tokens: int, bandwidth: float) -> dict[str, float]:

@@ -104,7 +104,7 @@ def _alignment(args: VarlenArgs) -> int:
 
 
 def _survivors(call: Call, bounds: Tensor) -> tuple[Tensor, int]:
-    """(which weights survive dropout, a bit each, int32 `[H, T, words]`; words of a row). Drawn again in backward, which costs less than keeping them."""
+    """(which weights survive dropout, a bit each, int32 `[H, T, words]`; words of a row). Drawn again in backward, so that no layer keeps them."""
     args = call.args
     if args.seed is None:
         return bounds, 0
