@@ -211,7 +211,7 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
     The model is changed in place; its inputs, outputs, parameters and names stay as they are. A padded batch goes in, the real tokens are packed
     into one row, the model's own forward computes them, and the rows are put back; padded positions of the output are 0. On a GPU the packed
     forward is captured in a CUDA graph for each capacity (sizes an eighth apart) and replayed; with a gradient, forward and backward are.
-    `encode` of a `SentenceTransformer` and `predict` of a `CrossEncoder` tokenise in a thread, while the encoder runs.
+    `encode` of a `SentenceTransformer` and `predict` of a `CrossEncoder` tokenise in threads, while the encoder runs.
     Towers of images, and the text towers beside them, have nothing to pack. On a GPU they are captured by batch size; on a CPU they are stock.
     Text encoders that cannot be packed, such as MPNet, DeBERTa and T5's encoder, keep their own attention and their padding. On a GPU they are captured
     by batch size and width; on a CPU they are stock.

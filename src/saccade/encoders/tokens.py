@@ -1,4 +1,4 @@
-"""From texts to arrays of token ids: the tokenizer's Rust code on chunks of texts, in a thread of its own, without padding."""
+"""From texts to arrays of token ids: the tokenizer's Rust code on chunks of texts, in threads of its own, without padding."""
 
 from __future__ import annotations
 
