@@ -426,7 +426,7 @@ def shared_bias_rows(arch: int) -> list[dict]:
         )  # fmt: skip
         config = config_of(dim, query.element_size(), arch)
         if form != "apart":
-            config = replace(config, joined=Joined(64, 64, 384, 8, 2, form == "held"))
+            config = replace(config, joined=Joined(64 if arch >= 90 else 32, 64, 384, 8, 2, form == "held"))
         launchers.forward(args, config)
         launchers.backward(args, dout, lse if "dlse" in features else None, out, lse, bias_grad=True, packed=None, config=config)
         name = "shared bias-float32" if dtype == "float32" else "shared bias features" if features else "shared bias"

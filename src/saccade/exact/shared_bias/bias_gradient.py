@@ -94,9 +94,9 @@ def joined_kernel(
     masked: tl.constexpr = not EVEN or HAS_LENGTHS
     sums, held = (), ()
     for t in tl.static_range(TILES):
-        sums = sums + (tl.zeros((TILE_Q, TILE_K), tl.float32),)
+        sums = sums + (tl.zeros((TILE_Q, TILE_K), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005 (Triton unpacks no tuple)
         if HOLDS:
-            held = held + (
+            held = held + (  # type: ignore[assignment]  # noqa: RUF005
                 load_bias(
                     pairs, bias_strides, first, first_key + t * TILE_K, q_len, kv_len, TILE_Q, TILE_K, not PADDED, False, UNIT, WIDE_BIAS
                 ),
@@ -117,14 +117,14 @@ def joined_kernel(
             k = load_rows(keys, k_strides[2], start, limit, head_dim, TILE_K, BLOCK_D, masked, MASK_D, WIDE)
             v = load_rows(values, v_strides[2], start, limit, head_dim, TILE_K, BLOCK_D, masked, MASK_D, WIDE)
             if HOLDS:
-                added = held[t]
+                added = held[t]  # type: ignore[var-annotated]
             else:
                 added = load_bias(
                     pairs, bias_strides, first, start, q_len, kv_len, TILE_Q, TILE_K, not PADDED, False, UNIT, WIDE_BIAS
                 )
             seen = seen_keys(visible, visible_stride, b, start, limit, TILE_K, HAS_VISIBLE)
             dscores = score_gradients(q, k, v, do, added, shift, inverse, terms, seen, scale, masked or HAS_VISIBLE, PRECISION)
-            new_sums = new_sums + (sums[t] + dscores,)
+            new_sums = new_sums + (sums[t] + dscores,)  # type: ignore[assignment]  # noqa: RUF005
             dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
         sums = new_sums
         part = base_of(dquery, dq_strides, b, h) + section.to(tl.int64) * section_stride

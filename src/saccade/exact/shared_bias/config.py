@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from saccade.hardware import SMALL_SHARED
-
 MAX_HEAD_DIM = 128
+_WIDE_ACCUMULATORS = (90, 100, 103)
 # tiles of keys are no wider, and tiles of queries no longer
 WIDEST = 128
 
@@ -63,20 +62,22 @@ class Config:
         return f"forward {self.forward}, dK and dV {self.keys}, dQ {self.queries}, dbias {self.joined or self.bias}"
 
 
-# D up to -> shapes in 16 bits. Those of D = 32 and 64 are candidates of a search on one H100 that was not committed; a table follows once it is.
+# D up to -> shapes in 16 bits. Those of D = 32 and 64 are candidates of a search on one H100 whose table is not committed; the others were chosen by
+# what the compiler says of registers.
 TABLE = {
     32: Config(Shape(128, 64, 4, 3), Shape(64, 64, 4, 2), Shape(128, 64, 8, 2), Shape(64, 64, 4, 3)),
-    64: Config(Shape(128, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 4, 2), Shape(64, 64, 4, 2)),
-    128: Config(Shape(128, 64, 8, 2), Shape(32, 64, 4, 2), Shape(64, 32, 4, 2), Shape(64, 64, 8, 1)),
+    64: Config(Shape(128, 64, 8, 3), Shape(64, 64, 4, 2), Shape(64, 64, 4, 2), Shape(64, 64, 4, 2)),
+    128: Config(Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 4, 2), Shape(64, 64, 8, 1)),
 }
-# 99 KiB of shared memory: fewer tiles ahead
-TABLE_SMALL = {
-    32: TABLE[32],
-    64: Config(Shape(64, 64, 4, 2), Shape(64, 64, 4, 2), Shape(64, 64, 4, 2), Shape(64, 64, 4, 1)),
+# without wgmma, whose accumulators leave more registers: sm_80, and with 99 KiB of shared memory sm_86, sm_89 and sm_120
+TABLE_MMA = {
+    32: Config(Shape(64, 64, 4, 3), Shape(32, 64, 4, 2), Shape(64, 64, 4, 2), Shape(64, 64, 4, 2)),
+    64: Config(Shape(64, 64, 4, 2), Shape(32, 64, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 2)),
     128: Config(Shape(64, 32, 4, 2), Shape(32, 32, 4, 2), Shape(32, 32, 4, 2), Shape(32, 32, 4, 1)),
 }
 # computed without matrix units
 FLOAT32 = Config(*(Shape(32, 32, 4, 1),) * 4)
+FLOAT32_WIDE = Config(*(Shape(16, 16, 4, 1),) * 4)
 
 _forced: list[Config] = []
 
@@ -86,8 +87,8 @@ def config_of(block_d: int, element_size: int, arch: int) -> Config:
     if _forced:
         return _forced[-1]
     if element_size == 4:
-        return FLOAT32
-    return (TABLE_SMALL if arch in SMALL_SHARED else TABLE)[max(block_d, 32)]
+        return FLOAT32 if block_d <= 32 else FLOAT32_WIDE
+    return (TABLE if arch in _WIDE_ACCUMULATORS else TABLE_MMA)[max(block_d, 32)]
 
 
 @contextlib.contextmanager
