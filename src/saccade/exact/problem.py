@@ -7,11 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from saccade.engine.arguments import check_flag, check_mask, check_tensors
 from saccade.engine.kinds import check_kinds_but_sharded
 from saccade.engine.problem import Problem, describe, repeated_by_cpp, replayed, shape_of_mask
 from saccade.engine.window import Window, check_alone, check_window, restricting, shown_window
 from saccade.errors import InvalidArgument
 from saccade.exact.args import AttentionArgs, windows_of
+from saccade.exact.causal_bias import is_causal_bias
 from saccade.hardware import arch_of
 
 
@@ -63,7 +65,8 @@ def with_key_mask(
     Raises:
         InvalidArgument: key_mask is not bool `[*batch, Tk]`, or stands beside what excludes it.
     """
-    check_kinds_but_sharded(key_mask=key_mask)
+    check_kinds_but_sharded(query=query, key=key, key_mask=key_mask)
+    check_tensors(query, key, key)
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
         kind = f"has dtype {key_mask.dtype}" if isinstance(key_mask, Tensor) else f"is a {type(key_mask).__name__}"
         raise InvalidArgument(f"key_mask {kind}; it must be a bool torch.Tensor [B, Tk], True = visible, or None")
@@ -73,11 +76,12 @@ def with_key_mask(
         raise InvalidArgument(f"key_mask has shape {list(key_mask.shape)}; it must be {said} for query {list(query.shape)}")
     if key_mask.device != query.device:
         raise InvalidArgument(f"key_mask is on {key_mask.device}, query on {query.device}; they must be the same")
-    if is_causal:
+    if check_flag("is_causal", is_causal) or is_causal_bias(attn_mask):
         raise InvalidArgument("key_mask and is_causal=True are both given; put both into attn_mask, or give lengths")
-    if window is not None:
+    if (window := check_window(window)) is not None:
         raise InvalidArgument(f"key_mask and {shown_window(window)} are both given; put both into attn_mask")
-    if isinstance(attn_mask, Tensor) and attn_mask.dtype != torch.bool:
+    check_kinds_but_sharded(attn_mask=attn_mask)
+    if check_mask(query, key, attn_mask, False, query.shape[-3]) == "bias":
         return attn_mask, key_mask
     rows = key_mask[..., None, None, :]
     return (rows if attn_mask is None else attn_mask & rows), None
