@@ -169,6 +169,15 @@ def test_a_bias_that_was_expanded_over_rows():
     torch.testing.assert_close(apart[-1].sum(0, keepdim=True), shared[-1], rtol=1e-5, atol=1e-5)
 
 
+def test_a_bias_whose_heads_lie_inside_of_its_keys():
+    """As T5 makes it, `[Tq, Tk, H]`: rows that share it read a copy with dense rows."""
+    args, dout = record(rows=6)
+    turned = args.bias.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    assert Call(args._replace(bias=turned)).bias.stride(3) == 1
+    for x, y in zip(gradients(args, dout), gradients(args._replace(bias=turned), dout), strict=True):
+        assert torch.equal(x, y)
+
+
 # --- biases at the limits of numbers
 
 FAR = [-math.inf, -65504.0, -3.4e38, 3e38, 1e9, -1e9, 3000.0]

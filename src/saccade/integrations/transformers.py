@@ -28,7 +28,7 @@ from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL
 from saccade.exact.varlen.backends import BACKENDS as VARLEN_BACKENDS
 from saccade.hardware import has_package
 from saccade.integrations.borders import bordered, by_positions
-from saccade.integrations.mask_forms import key_padding, with_bias
+from saccade.integrations.mask_forms import key_padding, visible_keys, with_bias
 from saccade.integrations.packed_mask import PackedMask, packed_mask
 from saccade.integrations.registration import Registration
 from saccade.integrations.unformed import formed
@@ -249,9 +249,11 @@ def attention_forward(
         return _packed_attention(query, key, value, ends, longest, dropout, causal, scaling, backend, window), None
     if cu_seq_lens_q is not None and cu_seq_lens_q.numel() > 2:
         attention_mask, causal = bordered(attention_mask, query, key, cu_seq_lens_q, cu_seq_lens_k, causal), False
-    call = _arguments(query, key, value, attention_mask, position_bias, causal)
+    # of padding beside a bias no tensor is made that has the bias of every batch row
+    seen = None if position_bias is None or causal else visible_keys(attention_mask, query, key)
+    call = _arguments(query, key, value, attention_mask if seen is None else None, position_bias, causal)
     options = dropout, call[4], scaling, query.shape[1] != key.shape[1]
-    return _tokens(attention(*call[:4], *options, window=window, backend=backend)), None
+    return _tokens(attention(*call[:4], *options, window=window, key_mask=seen, backend=backend)), None
 
 
 def nm_sparse_forward(

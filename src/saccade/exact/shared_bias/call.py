@@ -11,7 +11,7 @@ from saccade.exact.shared_bias.config import WIDEST, Config, config_of
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.triton import pow2
 
-# rows and heads that share a bias, from which a copy with columns for whole tiles pays: it is read and written once
+# rows and heads that share a bias, from which a copy with dense rows of whole tiles pays: it is read and written once
 _SHARING = 4
 
 
@@ -34,9 +34,10 @@ class Call:
         self.windows = self.given.shape[0]
         self.bias = self.given.expand(self.windows, self.heads, self.q_len, self.kv_len)
         self.padded = self.kv_len % WIDEST == 0
-        sharing = self.batch // max(1, self.windows) * (self.heads if self.bias.stride(1) == 0 else 1)
-        if not self.padded and sharing >= _SHARING and self.given.shape[3] == self.kv_len:
-            wide = F.pad(self.given, (0, -self.kv_len % WIDEST))
+        # T5's bias is a view of `[Tq, Tk, H]`
+        good = self.padded and self.given.stride(3) == 1
+        if not good and self.members >= _SHARING and self.given.shape[3] == self.kv_len:
+            wide = F.pad(self.given, (0, -self.kv_len % WIDEST)).contiguous()
             self.bias = wide.expand(self.windows, self.heads, self.q_len, wide.shape[3])
             self.padded = True
 
@@ -48,7 +49,7 @@ class Call:
     @property
     def members(self) -> int:
         """Rows and heads that share a matrix of the bias."""
-        return self.batch // self.windows * (self.heads // self.bias_owners)
+        return self.batch // max(1, self.windows) * (self.heads // self.bias_owners)
 
     def chunks(self, programs: int) -> tuple[int, int]:
         """(members of a chunk, chunks) where one chunk of all of them is so many programs."""
