@@ -32,6 +32,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "short_sizes": (_SHORT, _LONG),
     "short_ragged": (_RAGGED,),
     "windows": (_RAGGED,),
+    "shared_bias": ("exact/shared_bias/*",),
     "pooled_depth": (_SHORT,),
     "models": (_SHORT, _RAGGED),
     "encoders": (_RAGGED, "encoders/*"),
