@@ -232,9 +232,8 @@ def attention_forward(
     if isinstance(mask, PackedMask) and position_bias is None and backend in _PACKS and mask.holds_for(query, key):
         both = (mask.ends, mask.ends), (mask.longest, mask.longest)
         return _packed_attention(query, key, value, *both, dropout, True, scaling, backend, mask.window), None
-    window = None
-    if position_bias is None and backend in _TAKE_WINDOWS:
-        window = window_for(mask, query, key, cu_seq_lens_q, cu_seq_lens_k)
+    takes_window = position_bias is None and backend in _TAKE_WINDOWS
+    window = window_for(mask, query, key, cu_seq_lens_q, cu_seq_lens_k) if takes_window else None
     attention_mask = formed(mask) if window is None else None
     packed = _is_packed(query, key, attention_mask, position_bias, cu_seq_lens_q)
     # without a bound the whole row is one: every bucket of lengths is launched then
@@ -249,7 +248,6 @@ def attention_forward(
         return _packed_attention(query, key, value, ends, longest, dropout, causal, scaling, backend, window), None
     if cu_seq_lens_q is not None and cu_seq_lens_q.numel() > 2:
         attention_mask, causal = bordered(attention_mask, query, key, cu_seq_lens_q, cu_seq_lens_k, causal), False
-    # of padding beside a bias no tensor is made that has the bias of every batch row
     seen = None if position_bias is None or causal else visible_keys(attention_mask, query, key)
     call = _arguments(query, key, value, attention_mask if seen is None else None, position_bias, causal)
     options = dropout, call[4], scaling, query.shape[1] != key.shape[1]
