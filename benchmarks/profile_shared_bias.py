@@ -58,6 +58,10 @@ def best(name: str, candidates: list, run: Callable[[object], Callable[[], objec
     return found[0]
 
 
+def _of(function: Callable[..., object], *given: object) -> Callable[[], object]:
+    return lambda: function(*given)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Search each kernel by itself, then time backward as a whole."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -77,23 +81,22 @@ def main(arguments: list[str] | None = None) -> None:
     def with_(**changes: object) -> Call:
         return Call(args, replace(config, **changes), True)
 
-    numbers = launches.rows(Call(args, config), dout, None, out, lse)
-    forward = best("forward", shapes(), lambda s: lambda: launches.forward(with_(forward=s), out, lse))
-    keys = best("dK and dV", shapes(), lambda s: lambda: launches.keys(with_(keys=s), dout, numbers, dk, dv))
-    queries = best("dQ", shapes(), lambda s: lambda: launches.queries(with_(queries=s), dout, numbers, dq))
-    rows = best("rows", [queries[1], config.queries], lambda s: lambda: launches.rows(with_(queries=s), dout, None, out, lse))
-
-    def alone(shape: Shape, programs: int) -> Callable[[], object]:
-        call = with_(bias=shape, programs=programs)
-        sums = launchers._sums(call, launches.bias_chunks(call))
-        return lambda: (launches.bias(call, dout, numbers, sums), launchers._of_shape(sums, bias))
-
-    def both(shape: Joined, programs: int) -> Callable[[], object]:
-        call = with_(joined=shape, programs=programs)
-        return lambda: launchers._of_shape(launchers._joined(call, dout, numbers, dq), bias)
-
-    apart = best("dbias", list(itertools.product(shapes(), (1, 2, 4))), lambda one: alone(*one))
-    together = best("dQ and dbias", list(itertools.product(joined(given.tokens), (1,))), lambda one: both(*one))
+    given_ = with_().given(args)
+    numbers = launches.rows(with_(), given_, dout, None, out, lse)
+    forward = best("forward", shapes(), lambda s: _of(launches.forward, with_(forward=s), given_, out, lse))
+    keys = best("dK and dV", shapes(), lambda s: _of(launches.keys, with_(keys=s), given_, dout, numbers, dk, dv))
+    queries = best("dQ", shapes(), lambda s: _of(launches.queries, with_(queries=s), given_, dout, numbers, dq))
+    rows = best(
+        "delta", [queries[1], config.queries], lambda s: _of(launches.rows, with_(queries=s), given_, dout, None, out, lse)
+    )
+    apart = best(
+        "dbias", list(itertools.product(shapes(), (1, 2, 4))),
+        lambda one: _of(launchers.alone, with_(bias=one[0], programs=one[1]), given_, dout, numbers),
+    )  # fmt: skip
+    together = best(
+        "dQ and dbias", list(itertools.product(joined(given.tokens), (1,))),
+        lambda one: _of(launchers.joined, with_(joined=one[0], programs=one[1]), given_, dout, numbers, dq),
+    )  # fmt: skip
     print(f"dQ and dbias apart {queries[0] + apart[0]:.4f} ms, joined {together[0]:.4f} ms; delta {rows[0]:.4f} ms")
     chosen = Config(forward[1], keys[1], queries[1], *apart[1][:1], None, apart[1][1])
     for found in (chosen, replace(chosen, joined=together[1][0], programs=together[1][1])):

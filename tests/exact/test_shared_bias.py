@@ -173,7 +173,8 @@ def test_a_bias_whose_heads_lie_inside_of_its_keys():
     """As T5 makes it, `[Tq, Tk, H]`: rows that share it read a copy with dense rows."""
     args, dout = record(rows=6)
     turned = args.bias.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-    assert Call(args._replace(bias=turned)).bias.stride(3) == 1
+    call = Call(args._replace(bias=turned))
+    assert call.given(args._replace(bias=turned)).bias.stride(3) == 1
     for x, y in zip(gradients(args, dout), gradients(args._replace(bias=turned), dout), strict=True):
         assert torch.equal(x, y)
 
@@ -239,7 +240,7 @@ def differentiated(leaves, *rest, **options):
 @pytest.mark.parametrize("backend", ["shared_bias", "ragged", "sdpa", "auto"])
 @pytest.mark.parametrize("lengths", [None, (70, 30, 0, 69)])
 def test_a_mask_of_keys_beside_a_bias(backend, lengths):
-    """What one bias of -inf for each row says, which is what torch's users have to build."""
+    """The same as one bias for each row that holds -inf, which torch's users have to build."""
     leaves, seen = masked()
     lengths = None if lengths is None else torch.tensor(lengths, device=DEVICE)
     if backend == "sdpa" and DEVICE == "cuda":

@@ -33,7 +33,7 @@ def pair(model, config, name):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What `attention` is given beside query, key and value."""
+    """The bias and the mask of keys of each call of `attention`."""
     calls = []
 
     def attention(*given, **options):

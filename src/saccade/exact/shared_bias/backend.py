@@ -47,7 +47,7 @@ def _prefers(problem: Problem) -> bool:
 
 
 def _rule(problem: Problem) -> Rule:
-    """Where `auto` takes these kernels. Not measured yet: to be read from a table once it is."""
+    """Calls for which `auto` takes these kernels. Not measured yet: to be read from a table once it is."""
     if problem.device_type != "cuda":
         return Rule("the interpreter is for tests")
     longest = max(problem.q_len, problem.kv_len)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade.exact.shared_bias.backward import keys_kernel, queries_kernel, rows_kernel
 from saccade.exact.shared_bias.bias_gradient import bias_kernel, joined_kernel
-from saccade.exact.shared_bias.call import Call, strides_of
+from saccade.exact.shared_bias.call import Call, Given
 from saccade.exact.shared_bias.config import Joined, Shape
 from saccade.exact.shared_bias.forward import forward_kernel
 from saccade.launch.triton import launch
@@ -27,45 +27,75 @@ def _sizes(call: Call) -> tuple:
     return call.q_len, call.kv_len, call.head_dim, call.scale
 
 
-def forward(call: Call, out: Tensor, lse: Tensor) -> None:
+def _strides(*tensors: Tensor) -> tuple:
+    """(batch, head, row) of each."""
+    return tuple([x.stride()[:3] for x in tensors])
+
+
+def _shape(call: Call, shape: Shape) -> tuple:
+    return call.group, shape.tile_q, shape.tile_k, call.block_d, *call.has
+
+
+def forward(call: Call, given: Given, out: Tensor, lse: Tensor) -> None:
     """out and lse."""
-    shape, rows = call.config.forward, (call.query, call.key, call.value, out)
-    constants = (call.group, shape.tile_q, shape.tile_k, call.block_d, *call.has, *call.last(*rows))
-    arguments = (*map(strides_of, rows), *call.numbers, *_sizes(call), *constants)
-    programs = call.batch * call.heads * _tiles(call.q_len, shape.tile_q)
-    launch(forward_kernel, programs, (*rows[:3], *call.beside, out, lse), arguments, **_options(shape))
+    shape, strides = call.config.forward, _strides(out)
+
+    def plan() -> tuple[int, tuple]:
+        rows = (*call.inputs, *strides)
+        numbers = (*rows, *call.numbers, *_sizes(call), *_shape(call, shape), *call.last(rows))
+        return call.batch * call.heads * _tiles(call.q_len, shape.tile_q), numbers
+
+    launch(forward_kernel, *_with(call.once("forward", strides, plan), (*given, out, lse)), **_options(shape))
 
 
-def rows(call: Call, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+def _with(plan: tuple[int, tuple], tensors: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...], tuple]:
+    """Programs, tensors and numbers of a launch."""
+    programs, numbers = plan
+    return programs, tensors, numbers
+
+
+def rows(call: Call, given: Given, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
     """The numbers of each query, float32 `[3, B, H, Tq]`."""
     numbers = torch.empty((3, *lse.shape), dtype=torch.float32, device=lse.device)
-    shape, given = call.config.queries, (call.query, call.key, dout, out)
-    exact = call.query.dtype == torch.float32
-    constants = (call.group, shape.tile_q, shape.tile_k, call.block_d, *call.has, dlse is not None, exact, *call.last(*given))
-    arguments = (*map(strides_of, given), *call.numbers, *_sizes(call), numbers.stride(0), *constants)
-    tensors = (call.query, call.key, *call.beside, dout, out, lse, lse if dlse is None else dlse.contiguous(), numbers)
-    programs = call.batch * call.heads * _tiles(call.q_len, shape.tile_q)
-    launch(rows_kernel, programs, tensors, arguments, **_options(shape))
+    shape, strides = call.config.queries, _strides(dout, out)
+
+    def plan() -> tuple[int, tuple]:
+        read = (*call.inputs[:2], *strides)
+        constants = (*_shape(call, shape), dlse is not None, call.exact, *call.last(read))
+        counted = call.batch * call.heads * _tiles(call.q_len, shape.tile_q)
+        return counted, (*read, *call.numbers, *_sizes(call), numbers.stride(0), *constants)
+
+    found = call.once("rows" if dlse is None else "rows with dlse", strides, plan)
+    tensors = (given.query, given.key, *given[3:], dout, out, lse, lse if dlse is None else dlse.contiguous(), numbers)
+    launch(rows_kernel, *_with(found, tensors), **_options(shape))
     return numbers
 
 
-def keys(call: Call, dout: Tensor, numbers: Tensor, dk: Tensor, dv: Tensor) -> None:
+def keys(call: Call, given: Given, dout: Tensor, numbers: Tensor, dk: Tensor, dv: Tensor) -> None:
     """dK and dV."""
-    shape, rows = call.config.keys, (call.query, call.key, call.value, dout, dk, dv)
-    even = call.q_len % shape.tile_q == 0
-    constants = (call.group, shape.tile_q, shape.tile_k, call.block_d, *call.has, even, *call.last(*rows))
-    arguments = (*map(strides_of, rows), *call.numbers, *_sizes(call), numbers.stride(0), *constants)
-    programs = call.batch * call.owners * _tiles(call.kv_len, shape.tile_k)
-    launch(keys_kernel, programs, (*rows[:3], *call.beside, dout, numbers, dk, dv), arguments, **_options(shape))
+    shape, strides = call.config.keys, _strides(dout, dk, dv)
+
+    def plan() -> tuple[int, tuple]:
+        used, even = (*call.inputs, *strides), call.q_len % shape.tile_q == 0
+        constants = (*_shape(call, shape), even, *call.last(used))
+        counted = call.batch * call.owners * _tiles(call.kv_len, shape.tile_k)
+        return counted, (*used, *call.numbers, *_sizes(call), numbers.stride(0), *constants)
+
+    tensors = (*given, dout, numbers, dk, dv)
+    launch(keys_kernel, *_with(call.once("keys", strides, plan), tensors), **_options(shape))
 
 
-def queries(call: Call, dout: Tensor, numbers: Tensor, dq: Tensor) -> None:
+def queries(call: Call, given: Given, dout: Tensor, numbers: Tensor, dq: Tensor) -> None:
     """dQ."""
-    shape, rows = call.config.queries, (call.query, call.key, call.value, dout, dq)
-    constants = (call.group, shape.tile_q, shape.tile_k, call.block_d, *call.has, *call.last(*rows))
-    arguments = (*map(strides_of, rows), *call.numbers, *_sizes(call), numbers.stride(0), *constants)
-    programs = call.batch * call.heads * _tiles(call.q_len, shape.tile_q)
-    launch(queries_kernel, programs, (*rows[:3], *call.beside, dout, numbers, dq), arguments, **_options(shape))
+    shape, strides = call.config.queries, _strides(dout, dq)
+
+    def plan() -> tuple[int, tuple]:
+        used = (*call.inputs, *strides)
+        counted = call.batch * call.heads * _tiles(call.q_len, shape.tile_q)
+        return counted, (*used, *call.numbers, *_sizes(call), numbers.stride(0), *_shape(call, shape), *call.last(used))
+
+    tensors = (*given, dout, numbers, dq)
+    launch(queries_kernel, *_with(call.once("queries", strides, plan), tensors), **_options(shape))
 
 
 def _bias_programs(call: Call) -> int:
@@ -78,16 +108,19 @@ def bias_chunks(call: Call) -> int:
     return call.chunks(_bias_programs(call))[1]
 
 
-def bias(call: Call, dout: Tensor, numbers: Tensor, dbias: Tensor) -> None:
+def bias(call: Call, given: Given, dout: Tensor, numbers: Tensor, dbias: Tensor) -> None:
     """The gradient of the bias, float32 `[Z, W, Hb, Tq, Tk]`."""
-    shape, rows = call.config.bias, (call.query, call.key, call.value, dout)
-    even = call.q_len % shape.tile_q == 0 and call.kv_len % shape.tile_k == 0
-    chunk, chunks = call.chunks(_bias_programs(call))
-    constants = (call.group, shape.tile_q, shape.tile_k, call.block_d, *call.has, even, *call.last(*rows))
-    counts = (numbers.stride(0), call.members, chunk)
-    arguments = (*map(strides_of, rows), *call.numbers, call.bias_owners, *_sizes(call), *counts, *constants)
-    tensors = (*rows[:3], *call.beside, dout, numbers, dbias)
-    launch(bias_kernel, chunks * _bias_programs(call), tensors, arguments, **_options(shape))
+    shape, strides = call.config.bias, _strides(dout)
+
+    def plan() -> tuple[int, tuple]:
+        used, (chunk, chunks) = (*call.inputs, *strides), call.chunks(_bias_programs(call))
+        even = call.q_len % shape.tile_q == 0 and call.kv_len % shape.tile_k == 0
+        counts = (numbers.stride(0), call.members, chunk)
+        constants = (*_shape(call, shape), even, *call.last(used))
+        return chunks * _bias_programs(call), (*used, *call.numbers, call.bias_owners, *_sizes(call), *counts, *constants)
+
+    tensors = (*given, dout, numbers, dbias)
+    launch(bias_kernel, *_with(call.once("bias", strides, plan), tensors), **_options(shape))
 
 
 def _joined_shape(call: Call) -> Joined:
@@ -109,21 +142,22 @@ def joined_chunks(call: Call) -> int:
     return call.chunks(_joined_programs(call))[1]
 
 
-def joined(call: Call, dout: Tensor, numbers: Tensor, dq: Tensor, section_stride: int, dbias: Tensor) -> None:
+def joined(call: Call, given: Given, dout: Tensor, numbers: Tensor, dq: Tensor, section_stride: int, dbias: Tensor) -> None:
     """dQ, or the part of each section, and the gradient of the bias, float32 `[Z, W, Hb, Tq, Tk]`."""
-    shape, rows = _joined_shape(call), (call.query, call.key, call.value, dout, dq)
-    tiles, count = shape.tiles(call.kv_len)
-    even = call.kv_len == tiles * count * shape.tile_k
-    chunk, chunks = call.chunks(_joined_programs(call))
-    padded, *last = call.last(*rows)
-    # a section may reach beyond the columns of a bias that has some for whole tiles
-    padded = padded and tiles * count * shape.tile_k <= call.bias.shape[3]
-    constants = (
-        call.group, shape.tile_q, shape.tile_k, tiles, call.block_d, *call.has, even, shape.holds_bias, padded, *last
-    )  # fmt: skip
-    arguments = (
-        *map(strides_of, rows), section_stride, *call.numbers, call.bias_owners, *_sizes(call), numbers.stride(0), call.members, chunk, count,
-        *constants,
-    )  # fmt: skip
-    tensors = (*rows[:3], *call.beside, dout, numbers, dq, dbias)
-    launch(joined_kernel, chunks * _joined_programs(call), tensors, arguments, **_options(shape))
+    shape, strides = _joined_shape(call), _strides(dout, dq)
+
+    def plan() -> tuple[int, tuple]:
+        used, (tiles, count) = (*call.inputs, *strides), shape.tiles(call.kv_len)
+        chunk, chunks = call.chunks(_joined_programs(call))
+        padded, *last = call.last(used)
+        # a section may reach beyond the columns of a bias that has some for whole tiles
+        padded, even = padded and tiles * count * shape.tile_k <= call.columns, call.kv_len == tiles * count * shape.tile_k
+        counts = (numbers.stride(0), call.members, chunk, count)
+        constants = (
+            call.group, shape.tile_q, shape.tile_k, tiles, call.block_d, *call.has, even, shape.holds_bias, padded, *last
+        )  # fmt: skip
+        every = (*used, section_stride, *call.numbers, call.bias_owners, *_sizes(call), *counts, *constants)
+        return chunks * _joined_programs(call), every
+
+    tensors = (*given, dout, numbers, dq, dbias)
+    launch(joined_kernel, *_with(call.once("joined", strides, plan), tensors), **_options(shape))

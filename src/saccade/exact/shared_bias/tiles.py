@@ -93,7 +93,7 @@ def load_bias(
 def seen_keys(
     visible, visible_stride, b, first, limit, TILE: tl.constexpr, HAS_VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """Which keys of a tile exist and are visible to the row, `[TILE]`. visible: int8 `[B, Tk]`."""
+    """The keys of a tile that exist and are visible to the row, `[TILE]`. visible: int8 `[B, Tk]`."""
     keys = first + tl.arange(0, TILE)
     seen = keys < limit
     if HAS_VISIBLE:
@@ -112,7 +112,7 @@ def length_of(lengths, b, kv_len, HAS_LENGTHS: tl.constexpr):
 
 @triton.jit
 def factor_of(inverse):
-    """What scores are multiplied by before an exponential in base 2; the sign of `inverse` says so, see `rows_kernel`."""
+    """The factor of scores before an exponential in base 2, by the sign of `inverse`, see `rows_kernel`."""
     return tl.where(inverse < 0.0, 0.25, LOG2E)
 
 
