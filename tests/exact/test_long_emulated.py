@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from saccade.engine.philox import dropout_keep
 from saccade.exact.args import AttentionArgs
-from saccade.exact.ragged import long_launchers as long
-from saccade.exact.ragged import sm90
+from saccade.exact.long import launchers as long
+from saccade.exact.long import sm90
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT, VarlenArgs
 from saccade.launch import delta
 from saccade.launch.cache import LaunchCache

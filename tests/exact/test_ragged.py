@@ -15,9 +15,10 @@ from contracts.opt_outs import opted_out
 
 import saccade
 from saccade.errors import CompileError
+from saccade.exact.long import choice, config, sm90
 from saccade.exact.problem import describe_attention
 from saccade.exact.ragged import call as ragged_call
-from saccade.exact.ragged import choice, config, launchers, launches, sm90
+from saccade.exact.ragged import launchers, launches
 from saccade.exact.ragged import plan as ragged_plan
 from saccade.exact.ragged.backend import RAGGED
 from saccade.exact.ragged.config import TILES

@@ -15,9 +15,9 @@ from saccade.dynamic_mask.gather.sm90 import backward as gather_backward
 from saccade.dynamic_mask.gather.sm90 import forward as gather_forward
 from saccade.dynamic_mask.selection import expiry_cuda, lists_cuda
 from saccade.errors import InvalidArgument
-from saccade.exact.ragged import mask_bits
+from saccade.exact.long import mask_bits
+from saccade.exact.long import sm90 as long
 from saccade.exact.ragged import sm80 as ragged
-from saccade.exact.ragged import sm90 as long
 from saccade.exact.short import sm90 as short
 from saccade.exact.volta import launchers as volta
 from saccade.launch import cuda
@@ -52,14 +52,14 @@ DECLARED = {
     ("exact/ragged/cuda/backward.cu", "ragged_backward", ()): ragged.PARAMETERS,
     **{
         (
-            f"exact/ragged/cuda/long_{d}_sm90.cu",
+            f"exact/long/cuda/{d}_sm90.cu",
             f"long_{d}_sm90",
             tuple(itertools.compress(LONG_MACROS, chosen)),
         ): long.parameters(d, *chosen)
         for d in ("forward", "backward")
         for chosen in itertools.product((False, True), repeat=len(LONG_MACROS))
     },
-    ("exact/ragged/cuda/mask_bits.cu", "mask_bits", ()): mask_bits.PARAMETERS,
+    ("exact/long/cuda/mask_bits.cu", "mask_bits", ()): mask_bits.PARAMETERS,
     (f"{VOLTA}/forward.cu", "volta_forward", ()): volta.FORWARD_PARAMETERS,
     (f"{VOLTA}/backward.cu", "volta_backward", ()): volta.BACKWARD_PARAMETERS,
     (f"{VOLTA}/query_gradient.cu", "volta_query_gradient", ()): volta.QUERY_GRADIENT_PARAMETERS,

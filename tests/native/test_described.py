@@ -20,9 +20,11 @@ from saccade.engine.layout import unpack
 from saccade.engine.prepare import Prepared
 from saccade.exact import again
 from saccade.exact.args import AttentionArgs
+from saccade.exact.long import backend as long
+from saccade.exact.long import launchers as long_launchers
+from saccade.exact.long import sm90
 from saccade.exact.op import OPS
 from saccade.exact.problem import describe_attention
-from saccade.exact.ragged import long, long_launchers, sm90
 from saccade.exact.short import backend as short_backend
 from saccade.exact.short import launchers as short_launchers
 from saccade.exact.short import sm90 as short_sm90

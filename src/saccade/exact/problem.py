@@ -14,6 +14,8 @@ from saccade.errors import InvalidArgument
 from saccade.exact.args import AttentionArgs, windows_of
 from saccade.hardware import arch_of
 
+SHORT_TOKENS = 128  # the most tokens of the backend `short`; `long` takes longer rows, and shorter ones too
+
 
 def describe_attention(
     query: Tensor,

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from saccade.engine.layout import empty_like_heads
-from saccade.exact.ragged import choice, launches, sm80, sm90, token_launches
+from saccade.exact.long import sm90
+from saccade.exact.long.choice import kind_of, named
+from saccade.exact.ragged import choice, launches, sm80, token_launches
 from saccade.exact.ragged.call import MEASURED, Bucket, Call, Configs
 from saccade.exact.ragged.launches import Gradients, Weights
 from saccade.exact.varlen.args import VarlenArgs
@@ -47,7 +49,7 @@ def forward(args: VarlenArgs, configs: Configs = MEASURED, out: Tensor | None = 
 
 def forward_by_cuda(call: Call, out: Tensor) -> bool:
     """Whether forward of the long form is CUDA C++."""
-    return not choice.stays_with_triton(choice.kind_of(call.args)) and _by_cuda("forward", call, out)
+    return not choice.stays_with_triton(kind_of(call.args)) and _by_cuda("forward", call, out)
 
 
 def backward_by_cuda(call: Call, dout: Tensor, out: Tensor, gradients: Gradients) -> bool:
@@ -56,9 +58,7 @@ def backward_by_cuda(call: Call, dout: Tensor, out: Tensor, gradients: Gradients
 
 
 def _by_cuda(direction: str, call: Call, *others: Tensor) -> bool:
-    return (
-        call.configs.sm90 is not None and choice.prefers(choice.kind_of(call.args), direction) and sm90.takes(call.args, *others)
-    )
+    return call.configs.sm90 is not None and choice.prefers(kind_of(call.args), direction) and sm90.takes(call.args, *others)
 
 
 def _forward_long(call: Call, bucket: Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
@@ -144,7 +144,7 @@ def _compiles(direction: str, args: VarlenArgs, launch: Callable[[], None]) -> b
     try:
         launch()
     except FAILURES as error:
-        set_aside(choice.named(direction, choice.kind_of(args)), "the Triton kernel", error)
+        set_aside(named(direction, kind_of(args)), "the Triton kernel", error)
         return False
     return True
 

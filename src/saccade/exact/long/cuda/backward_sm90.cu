@@ -22,9 +22,9 @@
 // ROWS (the numbers of its rows), SCORES (dS^T is written). Source: FlashAttention-2 (Dao 2023), algorithm 2, with roles as in FlashAttention-3
 // (Shah et al. 2024); traffic: Q and dO once from memory, then from L2 once a round.
 //
-// Compiled with the macros of long_sm90.cuh, STAGES, OWN_DELTA (0: delta is given, since O does not fit beside the others), KEY_REGISTERS,
+// Compiled with the macros of chunks_sm90.cuh, STAGES, OWN_DELTA (0: delta is given, since O does not fit beside the others), KEY_REGISTERS,
 // QUERY_REGISTERS, LOAD_REGISTERS and SHARED_BYTES.
-#include "long_sm90.cuh"
+#include "chunks_sm90.cuh"
 #include "ring.cuh"
 
 constexpr int CHUNK_ROWS = 64, ROUND_ROWS = 128, ROUNDS_KNOWN = 4;
@@ -126,7 +126,7 @@ struct Keys {
         products_commit();
     }
 
-    // A chunk of a query head whose queries fill N columns. survivors: which of its weights dropout leaves (long_dropout.cuh).
+    // A chunk of a query head whose queries fill N columns. survivors: which of its weights dropout leaves (dropout.cuh).
     template <int N>
     __device__ __forceinline__ void chunk(const Round& round, int head, int c, u32 survivors) {
         const int stage = stage_of(step), row = round.start + 64 * warpgroup + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;

@@ -11,9 +11,9 @@
 // scaled anew only where a row's maximum has grown by 2^8 since it was last. Source: FlashAttention-2 (Dao 2023), algorithm 1; the order of the
 // products after FlashAttention-3, the rare rescaling after FlashAttention-4.
 //
-// Compiled with the macros of long_sm90.cuh, TEAMS (1 or 2), QUERY_SLOTS, STAGES, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES. The registers
+// Compiled with the macros of chunks_sm90.cuh, TEAMS (1 or 2), QUERY_SLOTS, STAGES, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES. The registers
 // of all threads are those of the launch, rounded down to 8 a thread: a warpgroup that asks for more waits for ever.
-#include "long_sm90.cuh"
+#include "chunks_sm90.cuh"
 #include "ring.cuh"
 
 constexpr int BLOCK_ROWS = 128, CHUNK_KEYS = 64, THREADS = 256 * TEAMS + 128;

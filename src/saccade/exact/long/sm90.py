@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.exact.ragged import choice
-from saccade.exact.ragged.choice import CONFIGS, Sm90Config, rounded
-from saccade.exact.ragged.mask_bits import pack, strides_of
+from saccade.exact.long import choice
+from saccade.exact.long.config import CONFIGS, Sm90Config, rounded
+from saccade.exact.long.mask_bits import pack, strides_of
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import multiprocessors
 from saccade.launch.cache import LaunchCache
@@ -61,7 +61,7 @@ _PARAMETERS = {
 
 def source(direction: str) -> Source:
     """The file of a direction."""
-    return Source(_FOLDER / f"long_{direction}_sm90.cu", (HEADERS,))
+    return Source(_FOLDER / f"{direction}_sm90.cu", (HEADERS,))
 
 
 def threads(direction: str, config: Sm90Config) -> int:
@@ -114,11 +114,6 @@ def takes(args: VarlenArgs, *others: Tensor) -> bool:
     if sequences * query.shape[1] * -(-args.max_q // BLOCK_ROWS) >= 2**31:
         return False
     return all(movable(x) for x in (*args[:3], *others))
-
-
-def by_chunks(args: VarlenArgs) -> bool:
-    """Whether the kernels of both directions may take the call, and none was set aside."""
-    return choice.prefers(choice.kind_of(args), "forward", "backward") and takes(args)
 
 
 def movable(tensor: Tensor) -> bool:
