@@ -1,7 +1,7 @@
 """The committed results that are older than the kernels that they measure: `python benchmarks/run.py --stale`.
 
 A row names the commit at which it was measured. Kernels, and the code that shapes their launches, are compared as code: comments, docstrings, blank
-lines and imports do not count. A file that was only moved has not changed, nor has one whose definitions came from other files of its wing. The host's
+lines, imports and names that changed (`RENAMED`) do not count. A file that was only moved has not changed, nor has one whose definitions came from other files of its wing. The host's
 part of a call is not compared, except for whole encoders.
 """
 
@@ -50,6 +50,9 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "nm_figure12": (),  # errors of the method
     "volta": ("exact/volta/*",),
 }
+# names that changed since tables were measured, and nothing else with them -> what they are called now
+RENAMED = {"choice.kind_of": "kind_of", "choice.named": "named", "_varlen": "of_dense"}
+_OLD_NAMES = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, RENAMED))})(?!\w)")
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,8 @@ def definitions_of(text: str, name: str) -> frozenset[str]:
     """Digests of the code in a file, without its comments and imports: of each statement at the top of a Python file, or of the whole."""
     if name.endswith(".py"):
         try:
-            codes = [ast.dump(x) for x in _Code().visit(ast.parse(text)).body]
+            renamed = _OLD_NAMES.sub(lambda found: RENAMED[found[0]], text)
+            codes = [ast.dump(x) for x in _Code().visit(ast.parse(renamed)).body]
         except SyntaxError:
             codes = [text]
     else:
