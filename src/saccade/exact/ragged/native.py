@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from saccade.exact.long import sm90
 from saccade.exact.ragged import call as calls
-from saccade.exact.ragged import launches, sm90
+from saccade.exact.ragged import launches
 from saccade.exact.ragged.call import Bucket, Call
 from saccade.exact.ragged.launchers import backward_by_cuda, forward_by_cuda
 from saccade.exact.ragged.launches import Launch
