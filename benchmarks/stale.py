@@ -1,8 +1,8 @@
 """The committed results that are older than the kernels that they measure: `python benchmarks/run.py --stale`.
 
 A row names the commit at which it was measured. Kernels, and the code that shapes their launches, are compared as code: comments, docstrings, blank
-lines, imports and names that changed (`RENAMED`) do not count. A file that was only moved has not changed, nor has one whose definitions came from other files of its wing. The host's
-part of a call is not compared, except for whole encoders.
+lines, imports and names that changed (`RENAMED`) do not count. A file that was only moved has not changed, nor has one whose definitions
+came from other files of its wing. The host's part of a call is not compared, except for whole encoders.
 """
 
 from __future__ import annotations
@@ -50,9 +50,12 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "nm_figure12": (),  # errors of the method
     "volta": ("exact/volta/*",),
 }
-# names that changed since tables were measured, and nothing else with them -> what they are called now
-RENAMED = {"choice.kind_of": "kind_of", "choice.named": "named", "_varlen": "of_dense"}
-_OLD_NAMES = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, RENAMED))})(?!\w)")
+# names that changed and nothing with them: the first is compared as the second
+RENAMED = {
+    "choice.kind_of": "kind_of", "choice.named": "named", "_varlen": "of_dense", "set_aside": "disable", "in_base_2": "to_log2",
+    "CudaLaunch": "Call", "RaggedCall": "Call", "AgreedCall": "Call",
+}  # fmt: skip
+_RENAMED_WORDS = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, RENAMED))})(?!\w)")
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ def definitions_of(text: str, name: str) -> frozenset[str]:
     """Digests of the code in a file, without its comments and imports: of each statement at the top of a Python file, or of the whole."""
     if name.endswith(".py"):
         try:
-            renamed = _OLD_NAMES.sub(lambda found: RENAMED[found[0]], text)
+            renamed = _RENAMED_WORDS.sub(lambda found: RENAMED[found[0]], text)
             codes = [ast.dump(x) for x in _Code().visit(ast.parse(renamed)).body]
         except SyntaxError:
             codes = [text]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,10 @@ def test_each_table_says_what_it_measures():
     for patterns in stale.MEASURED.values():
         for pattern in patterns:
             assert list(source.glob(pattern)), pattern
+
+
+def test_a_name_that_changed_is_no_change(monkeypatch):
+    monkeypatch.setattr(stale, "RENAMED", {"made": "replayed"})
+    monkeypatch.setattr(stale, "_RENAMED_WORDS", re.compile(r"\bmade\b"))
+    assert stale.definitions_of("x = made(1)", "a.py") == stale.definitions_of("x = replayed(1)", "a.py")
+    assert stale.definitions_of("x = made(2)", "a.py") != stale.definitions_of("x = replayed(1)", "a.py")

@@ -21,7 +21,7 @@ from saccade.exact.ragged import sm80 as ragged
 from saccade.exact.short import sm90 as short
 from saccade.exact.volta import launchers as volta
 from saccade.launch import cuda
-from saccade.launch.cuda import Call, addresses, check_pointers, run, stride_names, strides
+from saccade.launch.cuda import CudaLaunch, addresses, check_pointers, run, stride_names, strides
 from saccade.nm_sparse import bias_rows, key_bits, query_bits
 from saccade.nm_sparse.backward_sm90 import launchers as nm_backward
 from saccade.nm_sparse.backward_sm90 import one_pass
@@ -139,11 +139,11 @@ def test_addresses_by_name():
     assert addresses(x=x, mask=None) == {"x": x.data_ptr(), "mask": 0}
 
 
-def call_of(x: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor, swapped: bool, about: str) -> Call:
+def call_of(x: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor, swapped: bool, about: str) -> CudaLaunch:
     assert about == "cpu"
     arguments = {"x": out if swapped else x, "mask": mask, "out": x if swapped else out, "n": x.numel()}
     listed = Parameters(pointer="x mask out", int32="n")
-    return Call(key_bits.SOURCE, "scale", listed, Options(), (1, 1), 32, 0, arguments)
+    return CudaLaunch(key_bits.SOURCE, "scale", listed, Options(), (1, 1), 32, 0, arguments)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def launched(monkeypatch):
     """The addresses that launches are given, each with the numbers that its first call described."""
     seen = []
     monkeypatch.setattr(cuda, "_READY", cuda.LaunchCache())
-    monkeypatch.setattr(Call, "ready", lambda call, device: lambda *given: seen.append((call.arguments["n"], given)))
+    monkeypatch.setattr(CudaLaunch, "ready", lambda call, device: lambda *given: seen.append((call.arguments["n"], given)))
     return seen
 
 

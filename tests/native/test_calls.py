@@ -1,4 +1,4 @@
-"""Calls repeated from C++, on a CPU: the launch is a function of this file that computes attention instead of a kernel."""
+"""Calls that C++ replays, on a CPU: the launch is a function of this file that computes attention instead of a kernel."""
 
 from __future__ import annotations
 

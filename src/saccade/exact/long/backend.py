@@ -144,7 +144,7 @@ def host_time(problem: Problem) -> Rule | None:
 
 def _too_small(problem: Problem, longest: int) -> Rule | None:
     if not problem.needs_grad or (problem.python_counts and not _launched_by_python(problem)):
-        return None  # an eager call that C++ makes takes 82 us with backward where torch's takes 115, whatever the kernels do meanwhile
+        return None  # an eager call that C++ replays takes 82 us with backward where torch's takes 115, whatever the kernels do meanwhile
     fewest = FEWEST_WIDE if problem.head_dim > 64 else next(count for most, count in FEWEST_PROBLEMS if longest <= most)
     owned, letter = problem.batch * problem.kv_heads, "H" if problem.heads == problem.kv_heads else "Hkv"
     if owned >= fewest:

@@ -22,7 +22,7 @@ from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import multiprocessors
 from saccade.launch.cache import LaunchCache
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, Call, stride_names
+from saccade.launch.cuda import HEADERS, CudaLaunch, stride_names
 from saccade.launch.dropout import survival_inverse, word_threshold
 from saccade.nvrtc import Bound, Options, Parameters, Source, tensor_map
 
@@ -192,11 +192,11 @@ def _launch(
     return found
 
 
-def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any], config: Sm90Config) -> Call:
+def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any], config: Sm90Config) -> CudaLaunch:
     query, features = args.query, choice.kind_of(args).features
     macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config, *features)
     shared = shared_bytes(direction, query.shape[-1], config)
-    return Call(
+    return CudaLaunch(
         source(direction), f"long_{direction}_sm90", parameters(direction, *features), Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
         ARCHITECTURE,
     )  # fmt: skip

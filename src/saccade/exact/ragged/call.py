@@ -58,7 +58,7 @@ class Bucket:
         return (None, None) if self.dense else (self.members, self.count)
 
 
-class Call:
+class RaggedCall:
     """A call whose tensors have dense last dimensions."""
 
     def __init__(self, args: VarlenArgs, configs: Configs = MEASURED):
@@ -121,13 +121,13 @@ class Call:
         small = small_tile(tile) if self.args.bias is None else 0
         return None if every is None else Bucket(tile, *every, small=small)
 
-    def within(self, bucket: Bucket) -> Call:
+    def within(self, bucket: Bucket) -> RaggedCall:
         """The call with the longest lengths of a launch; but dropout counts its draws by the most keys of the whole call."""
         if not bucket.longest:
             return self
         names = ("max_q", "max_k") if self.args.seed is None else ("max_q",)
         longest = {name: min(getattr(self.args, name), bucket.longest) for name in names}
-        return Call(self.args._replace(**longest), self.configs)
+        return RaggedCall(self.args._replace(**longest), self.configs)
 
     def most(self, each: int) -> int:
         """Programs that the processors hold."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from saccade.exact.long.choice import Kind, chunks, named, takes
 from saccade.exact.ragged.config import forward_by_triton, in_chunks, long_config
-from saccade.launch.aside import failure_of
+from saccade.launch.disabled import failure_of
 from saccade.launch.triton import pow2
 
 
 def prefers(kind: Kind, *directions: str) -> bool:
-    """Whether the ragged family leaves these directions ("forward", "backward") to these kernels, of which none was set aside."""
+    """Whether the ragged family leaves these directions ("forward", "backward") to these kernels, of which none was disabled."""
     return in_chunks(kind.head_dim, *kind.features) and all(failure_of(named(d, kind)) is None for d in directions)
 
 
