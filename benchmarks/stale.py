@@ -53,7 +53,11 @@ MEASURED: dict[str, tuple[str, ...]] = {
 # names that changed and nothing with them: the first is compared as the second
 RENAMED = {
     "choice.kind_of": "kind_of", "choice.named": "named", "_varlen": "of_dense", "set_aside": "disable", "in_base_2": "to_log2",
-    "CudaLaunch": "Call", "RaggedCall": "Call", "AgreedCall": "Call",
+    **dict.fromkeys(("CudaLaunch", "RaggedCall", "AgreedCall"), "Call"),
+    **dict.fromkeys(("QueryBlock", "KeyBlock"), "Work"),
+    **{f"{kernel}Shared": "Shared" for kernel in (
+        "Forward", "Backward", "Streamed", "Turns", "LongForward", "LongBackward", "Gather", "KeyGradient", "QueryGradient", "OnePass", "Fused",
+    )},
 }  # fmt: skip
 _RENAMED_WORDS = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, RENAMED))})(?!\w)")
 
@@ -154,10 +158,10 @@ def _definitions(blob: str, name: str) -> frozenset[str]:
 
 def definitions_of(text: str, name: str) -> frozenset[str]:
     """Digests of the code in a file, without its comments and imports: of each statement at the top of a Python file, or of the whole."""
+    text = _RENAMED_WORDS.sub(lambda found: RENAMED[found[0]], text)
     if name.endswith(".py"):
         try:
-            renamed = _RENAMED_WORDS.sub(lambda found: RENAMED[found[0]], text)
-            codes = [ast.dump(x) for x in _Code().visit(ast.parse(renamed)).body]
+            codes = [ast.dump(x) for x in _Code().visit(ast.parse(text)).body]
         except SyntaxError:
             codes = [text]
     else:
