@@ -211,7 +211,7 @@ def test_dropout_goes_to_the_kernels_of_sm90_by_one_constant(monkeypatch):
         assert (within.max_q, within.max_k) == (128, 200)
 
 
-def test_kernels_that_were_set_aside_are_not_described(monkeypatch):
+def test_kernels_that_are_disabled_are_not_described(monkeypatch):
     """C++ is told of what Python launches: of Triton's kernels where those of sm_90 do not compile."""
     monkeypatch.setattr(sm90, "takes", lambda *given: True)
     monkeypatch.setattr(disabled, "_disabled", {})
