@@ -11,7 +11,7 @@ USUAL = 512
 
 
 class Size(NamedTuple):
-    """What a graph holds: tokens of a batch, and a bound of the tokens of each sequence."""
+    """The bounds of a graph: tokens of a batch, and tokens of each sequence."""
 
     tokens: int
     longest: int

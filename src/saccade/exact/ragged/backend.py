@@ -54,19 +54,18 @@ def _describe(problem: VarlenProblem) -> str:
     block, size = _block(problem.head_dim), problem.dtype.itemsize
     longest, featured = max(problem.max_q, problem.max_k), problem.bias is not None or problem.dropout_p > 0
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
+    from saccade.exact.long.choice import chunks, kind_of_packed
     from saccade.exact.ragged import choice
 
-    kind = choice.kind_of_packed(problem)
-    chunks = choice.by_chunks(kind, *_DIRECTIONS.values())
+    kind = kind_of_packed(problem)
+    all_by_chunks = choice.by_chunks(kind, *_DIRECTIONS.values())
     parts = []
     for below, tile in zip((0, *TILES), TILES, strict=False):
         if longest <= below or not fits(tile, block, size, problem.arch):
             continue
         for d in directions:
-            by_chunks = chunks and tile >= FASTER_IN_CHUNKS
-            shape = (
-                choice.chunks(_DIRECTIONS[d], kind) if by_chunks else tile_config(d, tile, block, size, featured, problem.arch)
-            )
+            by_chunks = all_by_chunks and tile >= FASTER_IN_CHUNKS
+            shape = chunks(_DIRECTIONS[d], kind) if by_chunks else tile_config(d, tile, block, size, featured, problem.arch)
             parts.append(f"{d} to {tile} tokens: {shape}")
     if longest > TILES[-1] or not parts:
         parts += [f"{d} beyond: {choice.long_form(_DIRECTIONS[d], kind)}" for d in directions]
