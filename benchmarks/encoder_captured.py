@@ -17,8 +17,8 @@ def _widened(batch: Padded) -> Padded:
     return {name: F.pad(x, (0, columns)) for name, x in batch.items()}
 
 
-class _Captured:
-    """A function of a padded batch on the device, replayed."""
+class Captured:
+    """A function of a batch of one shape on the device, replayed. Its output is the graph's memory."""
 
     def __init__(self, function: Callable[[Padded], Tensor], batch: Padded, device: str, warm: int):
         self.inputs = {name: x.to(device) for name, x in batch.items()}
@@ -41,13 +41,13 @@ class _Captured:
 
 def captured_forward(function: Callable[[Padded], Tensor], device: str) -> Callable[[Padded], Tensor]:
     """`function` from a graph for each shape, made at first use; its output is copied."""
-    graphs: dict[tuple[int, ...], _Captured] = {}
+    graphs: dict[tuple[int, ...], Captured] = {}
 
     def call(batch: Padded) -> Tensor:
         batch = _widened(batch)
         shape = tuple(batch["input_ids"].shape)
         if shape not in graphs:
-            graphs[shape] = _Captured(function, batch, device, 2)
+            graphs[shape] = Captured(function, batch, device, 2)
         return graphs[shape](batch).clone()
 
     return call
@@ -55,4 +55,4 @@ def captured_forward(function: Callable[[Padded], Tensor], device: str) -> Calla
 
 def captured_step(step: Callable[[Padded], Tensor], batch: Padded, device: str) -> Callable[[Padded], Tensor]:
     """A training step from one graph, for batches of one shape."""
-    return _Captured(step, batch, device, 3)
+    return Captured(step, batch, device, 3)

@@ -68,6 +68,7 @@ XLMR = Architecture(
 _IMAGE = {"image_size": 224, "patch_size": 16}
 VIT = Architecture("ViT-B/16", "ViT", {**_BASE, **_IMAGE}, "first", {"add_pooling_layer": False})
 CLIP = Architecture("CLIP ViT-L/14", "CLIPVision", {**_LARGE, "intermediate_size": 4096, "image_size": 224, "patch_size": 14})
+CLIP_B = Architecture("CLIP-B/32", "CLIPVision", {**_BASE, "image_size": 224, "patch_size": 32})
 SIGLIP = Architecture("SigLIP-B/16", "SiglipVision", {**_BASE, **_IMAGE, "vision_use_head": False}, "mean")
 DINO = Architecture("DINOv2-L/14", "Dinov2", {**_LARGE, "image_size": 224, "patch_size": 14})
 

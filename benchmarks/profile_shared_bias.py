@@ -16,7 +16,7 @@ import torch
 from saccade.errors import CompileError
 from saccade.exact.args import AttentionArgs
 from saccade.exact.shared_bias import launchers, launches
-from saccade.exact.shared_bias.call import Call
+from saccade.exact.shared_bias.call import SharedBiasCall
 from saccade.exact.shared_bias.config import Config, Joined, Shape, config_of
 from saccade.hardware import arch_of
 from saccade.launch.triton import pow2
@@ -78,8 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
     out, lse = launchers.forward(args)
     dq, dk, dv = (torch.empty_like(x) for x in args[:3])
 
-    def with_(**changes: object) -> Call:
-        return Call(args, replace(config, **changes), True)
+    def with_(**changes: object) -> SharedBiasCall:
+        return SharedBiasCall(args, replace(config, **changes), True)
 
     given_ = with_().given(args)
     numbers = launches.rows(with_(), given_, dout, None, out, lse)

@@ -1,7 +1,8 @@
 """The committed results that are older than the kernels that they measure: `python benchmarks/run.py --stale`.
 
-A row names the commit at which it was measured. Kernels, and the code that shapes their launches, are compared as code: comments, docstrings and blank
-lines do not count, and a file that was only moved has not changed. The host's part of a call is not compared, except for whole encoders.
+A row names the commit at which it was measured. Kernels, and the code that shapes their launches, are compared as code: comments, docstrings, blank
+lines, imports and names that changed (`RENAMED`) do not count. A file that was only moved has not changed, nor has one whose definitions
+came from other files of its wing. The host's part of a call is not compared, except for whole encoders.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-_SHORT, _RAGGED, _LONG = "exact/short/*", "exact/ragged/*", "exact/ragged/*long*"
+_SHORT, _LONG = "exact/short/*", "exact/long/*"
+_PACKED = ("exact/ragged/*", _LONG)  # packed sequences beyond a tile run on the kernels of `long`
 _NM = ("nm_sparse/fused/*", "nm_sparse/cuda/*", "nm_sparse/masked/*", "nm_sparse/backward_sm90/*", "nm_sparse/staged/*")
 _DMA = ("dynamic_mask/gather/*", "dynamic_mask/selection/*")
 _SHAPES = ("choice.py", "config.py", "launch.py", "launchers.py", "launches.py", "token_launches.py")
@@ -30,12 +32,12 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "short_auto": (_SHORT, _LONG),
     "short_long": (_SHORT, _LONG),
     "short_sizes": (_SHORT, _LONG),
-    "short_ragged": (_RAGGED,),
-    "windows": (_RAGGED,),
+    "short_ragged": _PACKED,
+    "windows": ("exact/ragged/*",),
     "shared_bias": ("exact/shared_bias/*",),
     "pooled_depth": (_SHORT,),
-    "models": (_SHORT, _RAGGED),
-    "encoders": (_RAGGED, "encoders/*"),
+    "models": (_SHORT, *_PACKED),
+    "encoders": (*_PACKED, "encoders/*"),
     "auto_cpu": ("exact/cpu.py",),
     "short_tune": (),  # candidates of one kernel
     "dynamic_mask": _DMA,
@@ -49,6 +51,16 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "nm_figure12": (),  # errors of the method
     "volta": ("exact/volta/*",),
 }
+# names that changed and nothing with them: the first is compared as the second
+RENAMED = {
+    "choice.kind_of": "kind_of", "choice.named": "named", "_varlen": "of_dense", "set_aside": "disable", "in_base_2": "to_log2",
+    **dict.fromkeys(("CudaLaunch", "RaggedCall", "AgreedCall"), "Call"),
+    **dict.fromkeys(("QueryBlock", "KeyBlock"), "Work"),
+    **{f"{kernel}Shared": "Shared" for kernel in (
+        "Forward", "Backward", "Streamed", "Turns", "LongForward", "LongBackward", "Gather", "KeyGradient", "QueryGradient", "OnePass", "Fused",
+    )},
+}  # fmt: skip
+_RENAMED_WORDS = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, RENAMED))})(?!\w)")
 
 
 @dataclass(frozen=True)
@@ -106,12 +118,20 @@ def is_measured(name: str, patterns: Iterable[str], blob: str) -> bool:
 
 
 def _is_in(commit: str, name: str, blob: str) -> bool:
-    """Whether a commit has the code of a file, there or under another folder."""
+    """Whether a commit has the code of a file, there or under another folder, or each definition of it in files of the same wing."""
     before = _tree(commit)
     if blob in before.values():
         return True
     same_name = {old for path, old in before.items() if path.startswith("src/") and Path(path).name == Path(name).name}
-    return any(_code(old, name) == _code(blob, name) for old in same_name)
+    definitions = _definitions(blob, name)
+    return any(_definitions(old, name) == definitions for old in same_name) or definitions <= _wing(commit, name)
+
+
+def _wing(commit: str, name: str) -> frozenset[str]:
+    """The definitions of a commit in all files of a file's wing and kind."""
+    wing, suffix = name.split("/")[:3], Path(name).suffix
+    found = (blob for path, blob in _tree(commit).items() if path.split("/")[:3] == wing and Path(path).suffix == suffix)
+    return frozenset().union(*(_definitions(blob, name) for blob in found))
 
 
 def _git(*asked: str) -> str:
@@ -133,27 +153,44 @@ def _tree(commit: str) -> dict[str, str]:
 
 
 @cache
-def _code(blob: str, name: str) -> str:
-    return code_of(_git("cat-file", "blob", blob), name)
+def _definitions(blob: str, name: str) -> frozenset[str]:
+    return definitions_of(_git("cat-file", "blob", blob), name)
 
 
-def code_of(text: str, name: str) -> str:
-    """A digest of the code in a file, without its comments."""
+def definitions_of(text: str, name: str) -> frozenset[str]:
+    """Digests of the code in a file, without its comments and imports: of each statement at the top of a Python file, or of the whole."""
+    text = _RENAMED_WORDS.sub(lambda found: RENAMED[found[0]], text)
     if name.endswith(".py"):
         try:
-            tree = ast.parse(text)
+            codes = [ast.dump(x) for x in _Code().visit(ast.parse(text)).body]
         except SyntaxError:
-            return hashlib.sha256(text.encode()).hexdigest()
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-                and ast.get_docstring(node) is not None
-            ):
-                node.body = node.body[1:] or [ast.Pass()]
-        code = ast.dump(tree)
+            codes = [text]
     else:
-        code = " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL).split())
-    return hashlib.sha256(code.encode()).hexdigest()
+        plain = re.sub(r"//[^\n]*|/\*.*?\*/|#include[^\n]*", " ", text, flags=re.DOTALL)
+        codes = [" ".join(plain.split())]
+    return frozenset(hashlib.sha256(code.encode()).hexdigest() for code in codes)
+
+
+class _Code(ast.NodeTransformer):
+    """Leaves docstrings, imports and blocks for type checkers out."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            found = ast.get_docstring(node) is not None
+            node.body = node.body[found:] or [ast.Pass()]
+        return node
+
+    def visit_Import(self, node: ast.Import) -> None:
+        return None
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        return None
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return None
+        return self.generic_visit(node)
 
 
 def report(found: list[Verdict]) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from encoders_made import made, padded
 
 import saccade
-from saccade.cli.explain import Call, answer
+from saccade.cli.explain import DescribedCall, answer
 from saccade.cli.info import backends_on
 from saccade.engine.switch import REASON, is_disabled
 from saccade.integrations import sdpa
@@ -44,7 +44,7 @@ def test_a_backend_of_ours_is_refused_by_name_after_it_has_run():
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_auto_takes_torchs_kernels_or_the_reference(operation):
     keep = {"keep": 16} if operation == "dynamic_mask_attention" else {}
-    call = Call(operation, 64, 8, 8, 64, 64, needs_grad=True, **keep)
+    call = DescribedCall(operation, 64, 8, 8, 64, 64, needs_grad=True, **keep)
     with saccade.disabled():
         (chosen,) = [line for line in answer(call, None, 90).splitlines() if "->" in line]
         assert chosen.split()[1].rstrip(":") in ("sdpa", "flash", "gather_torch", "reference")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from saccade.engine.problem import Problem
+from saccade.exact.long.backend import LONG, SHORTEST, host_time, unmeasured_rule
 from saccade.exact.measured import FILE, NOISE, TIMED, described, way_of
-from saccade.exact.ragged.long import LONG, SHORTEST, host_time, unmeasured_rule
 from saccade.exact.short.backend import SHORT
 from saccade.exact.short.choice import takes_sm90
 from saccade.nvrtc import toolchain

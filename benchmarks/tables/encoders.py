@@ -10,7 +10,8 @@ in steps of 16; `stock_compiled` torch.compile(dynamic=True); `varlen_unpadded` 
 outside of any graph; `stock_captured`, `saccade_captured` and `saccade_plain_captured` have the whole step in a graph (`handle.capture`), AdamW with
 capturable=True.
 
-Rows of strings (`--rows strings`) are those of `encoder_strings`: `encode` and `predict` from strings to results on the host.
+Rows of strings (`--rows strings`) are those of `encoder_strings`: `encode` and `predict` from strings to results on the host. Rows of images (`--rows
+images`) are those of `encoder_images`.
 
 Before anything is timed, embeddings are held against stock's: the least cosine is 0.999 in 16 bits and 0.99999 in float32, or the table ends with an
 error. Times are by the wall clock, in turns: median, least and most over the rounds. The note has sentences per second, the time of the kernels
@@ -30,6 +31,8 @@ import torch
 import torch.nn.functional as F
 from encoder_attention import PACKED_PEER, register_all
 from encoder_captured import Padded, captured_forward, captured_step
+from encoder_images import IMAGES, Images
+from encoder_images import measure as measure_images
 from encoder_strings import STRINGS, Strings
 from encoder_strings import measure as measure_strings
 from encoder_text import drawn, passages
@@ -117,10 +120,12 @@ def run(writer: Writer, repeat_ms: int, rows: list[str] | None = None) -> None:
     """Measure every case, or those whose words hold one of `rows`."""
     register_all()
     began = time.monotonic()
-    chosen = [case for case in (*CASES, *STRINGS) if not rows or any(name in case.words for name in rows)]
+    chosen = [case for case in (*CASES, *IMAGES, *STRINGS) if not rows or any(name in case.words for name in rows)]
     for number, case in enumerate(chosen, 1):
         if isinstance(case, Strings):
             said = measure_strings(writer, case, DEVICE)
+        elif isinstance(case, Images):
+            said = measure_images(writer, case, DEVICE, repeat_ms)
         else:
             said = (_measure_forward if case.direction == "fwd" else _measure_training)(writer, case, repeat_ms)
         gc.collect()

@@ -40,7 +40,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
 def wait_for_native(seconds: float = 240) -> None:
     """Wait until the C++ path is available, or so long; report if it is not."""
     there = wait_for_known_calls("cuda", seconds)
-    print(f"calls that are made again: {native.status()}" if there else "without the C++ path")
+    print(f"calls that C++ replays: {native.status()}" if there else "without the C++ path")
 
 
 def calls_of(q_len: int, layout: str) -> tuple[list[torch.Tensor], dict[str, Callable[[], torch.Tensor]]]:
@@ -75,11 +75,11 @@ def through_python(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tenso
 
     def run() -> torch.Tensor:
         kept, native.calls = native.calls, None
-        asked, native._asked = native._asked, 1
+        starts, native._starts = native._starts, 1
         try:
             return call(backend="short")  # type: ignore[call-arg]
         finally:
-            native.calls, native._asked = kept, asked
+            native.calls, native._starts = kept, starts
 
     return run
 

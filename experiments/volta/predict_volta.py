@@ -13,10 +13,10 @@ from pathlib import Path
 from predict_volta_rows import write
 from volta_clocks import PEAK, calls, clocks, counts, span
 
-from saccade.launch.cuda import Call
+from saccade.launch.cuda import CudaLaunch
 
 
-def line_of(name: str, call: Call) -> str:
+def line_of(name: str, call: CudaLaunch) -> str:
     """One row of the table."""
     found = counts(call)
     pipes = clocks(found)

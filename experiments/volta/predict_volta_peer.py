@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from predict_volta_rows import BANDWIDTH, CLOCK, PROCESSORS, SCHEDULERS, Work, bytes_moved, kernel_seconds, seconds, work_of
+from predict_volta_rows import BANDWIDTH, CLOCK, PROCESSORS, SCHEDULERS, KernelWork, bytes_moved, kernel_seconds, seconds, work_of
 from volta_clocks import PEAK, PIPES, calls, clocks, counts, span
 from volta_common import Setting, grid, write_table
 
@@ -68,7 +68,7 @@ def computing(kernel: Kernel, setting: Setting, heads: int, price: float) -> flo
     each = tiles(kernel, setting)
     if kernel.direction == "forward":
         together = REGISTERS // (32 * kernel.warps * kernel.registers)
-        return seconds(Work([(x, 0) for x in each], together, kernel.warps), heads, price, price)
+        return seconds(KernelWork([(x, 0) for x in each], together, kernel.warps), heads, price, price)
     return heads * sum(each) * price * kernel.warps / SCHEDULERS / CLOCK / PROCESSORS
 
 

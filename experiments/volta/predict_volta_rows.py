@@ -28,7 +28,7 @@ PAPER = {"forward": 4.44, "forward, float16 sums": 4.66, "backward": 3.44, "back
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelWork:
     """The work of one problem: (whole tiles, cut tiles) of each block in the order of the grid; blocks of a multiprocessor; warps
     of a block."""
 
@@ -42,7 +42,7 @@ def is_backward(kernel: str) -> bool:
     return kernel.startswith("backward")
 
 
-def work_of(kernel: str, setting: Setting) -> Work:
+def work_of(kernel: str, setting: Setting) -> KernelWork:
     """How the kernel splits one head of one batch row."""
     n = setting.length
     if is_backward(kernel):
@@ -53,7 +53,7 @@ def work_of(kernel: str, setting: Setting) -> Work:
             _split(range(start if setting.is_causal else 0, n, tile.rows), lambda q, last=last: setting.is_causal and q < last)
             for start, last in spans
         ]
-        return Work(blocks, tile.blocks, tile.warps)
+        return KernelWork(blocks, tile.blocks, tile.warps)
     tile = forward_tile(setting.dim, n, False, 70)
     own, blocks = 32 * tile.row_tiles, []
     for first in reversed(range(0, n, tile.rows)):
@@ -61,7 +61,7 @@ def work_of(kernel: str, setting: Setting) -> Work:
         # the last warp has most tiles, and cuts those that reach beyond its first query; the others wait for it
         last_warp = first + tile.rows - own
         blocks.append(_split(range(0, end, tile.keys), lambda k, q=last_warp: setting.is_causal and k + tile.keys - 1 > q))
-    return Work(blocks, tile.blocks, tile.warps)
+    return KernelWork(blocks, tile.blocks, tile.warps)
 
 
 def _split(tiles: range, is_cut) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def _split(tiles: range, is_cut) -> tuple[int, int]:
     return len(tiles) - cut, cut
 
 
-def seconds(work: Work, problems: int, whole: float, cut: float) -> float:
+def seconds(work: KernelWork, problems: int, whole: float, cut: float) -> float:
     """The time until the last block is done; clocks are those of a scheduler for a tile of a warp."""
     price = work.together * work.warps / SCHEDULERS / CLOCK
     free = [0.0] * (PROCESSORS * work.together)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from saccade.exact.volta import launchers
 from saccade.exact.volta.launchers import Features
-from saccade.launch.cuda import Call
+from saccade.launch.cuda import CudaLaunch
 from saccade.nvrtc import Options, Source, compile_cubin
 from tools.cubin import disassemble
 
@@ -68,7 +68,7 @@ def name_of(instruction: str) -> str:
     return base + next((width for width in widths.get(base, ()) if width in name), "")
 
 
-def counts(call: Call, whole: bool = True) -> Counter[str]:
+def counts(call: CudaLaunch, whole: bool = True) -> Counter[str]:
     """Instructions of a kernel's loop on sm_70; not whole: for a tile that the causal edge cuts."""
     return _counts(call.source, call.options, whole)
 
@@ -98,7 +98,7 @@ def span(found: Counter[str]) -> tuple[float, float]:
     return max(pipes.values()), alone
 
 
-def calls(dim: int, is_causal: bool, dropout_p: float) -> dict[str, Call]:
+def calls(dim: int, is_causal: bool, dropout_p: float) -> dict[str, CudaLaunch]:
     """The launches that are predicted, described for an sm_70."""
     x, rows = torch.empty(1, 1, 4096, dim, dtype=torch.float16), torch.empty(1, 1, 4096)
     sums, seed = torch.empty(1, 1, 4096, dim), torch.empty(1, dtype=torch.int64) if dropout_p else None

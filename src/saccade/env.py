@@ -4,7 +4,7 @@
 |---|---|---|
 | `TRITON_INTERPRET` | unset | Triton's own switch: `1` runs the Triton kernels on the CPU, in Python. Read at import of Triton. |
 | `SACCADE_PRINT_CONFIG` | unset | `1` prints each kernel configuration to stderr the first time it is chosen. |
-| `SACCADE_NATIVE` | `1` | `0` makes every call from Python: no C++ is compiled to repeat calls. |
+| `SACCADE_NATIVE` | `1` | `0` makes every call from Python: no C++ is compiled to replay calls. |
 | `SACCADE_DISABLE` | unset | `1` runs every call by torch's own operations, as `saccade.disabled()` does. |
 | `SACCADE_CHECK_LENGTHS` | unset | `1` checks the values of `cu_seqlens` on a GPU too, which waits for the device at each call. |
 | `CXX` | `c++`, `g++` or `clang++` | The C++ compiler for that, which may have arguments. |
@@ -58,7 +58,7 @@ def _user_cache() -> Path:
 
 
 def native_wanted() -> bool:
-    """Whether C++ may be compiled to repeat calls."""
+    """Whether C++ may be compiled to replay calls."""
     return os.environ.get("SACCADE_NATIVE", "1") != "0"
 
 

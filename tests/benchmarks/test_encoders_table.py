@@ -37,6 +37,12 @@ def table(load, monkeypatch):
         monkeypatch.setattr(strings, name, value)
     few = {(case.pairs, case.dtype): replace(case, count=24, architecture=_tiny(case.architecture)) for case in strings.STRINGS}
     monkeypatch.setattr(module, "STRINGS", list(few.values()))
+    images = load("encoder_images")
+    monkeypatch.setattr(images, "ROUNDS", 1)
+    small = {**_tiny(images.VIT).sizes, "image_size": 16, "patch_size": 8}
+    monkeypatch.setattr(
+        module, "IMAGES", [replace(case, architecture=replace(images.VIT, sizes=small), batch=3) for case in images.IMAGES[:1]]
+    )
     return module
 
 
@@ -49,7 +55,7 @@ def test_every_kind_of_row(table, tmp_path):
     from rows import Writer
 
     path = tmp_path / "encoders.csv"
-    table.run(Writer(path, dict.fromkeys(("gpu", "torch", "date"), "x")), 1, ["fwd"])
+    table.run(Writer(path, dict.fromkeys(("gpu", "torch", "date"), "x")), 1, ["sentences", "passages"])
     rows = _rows(path)
     assert {r["backend"] for r in rows if r["direction"] == "fwd"} == {"stock", "saccade", "saccade_plain", "varlen_unpadded"}
     steps = {"stock", "saccade", "saccade_captured", "saccade_plain_captured"}
@@ -71,6 +77,30 @@ def test_rows_from_strings(table, tmp_path):
         assert [r["backend"] for r in rows if r["problem"] == problem] == ["stock", "stock_best", "saccade"]
     words = ("texts/s", "Rust alone", "device alone", "of the larger", "waits for tokens", "waits for results")
     assert all(word in r["note"] for r in rows if r["backend"] == "saccade" for word in words)
+
+
+def test_rows_of_images(table, tmp_path):
+    from rows import Writer
+
+    path = tmp_path / "encoders.csv"
+    table.run(Writer(path, dict.fromkeys(("gpu", "torch", "date"), "x")), 1, ["images"])
+    rows = _rows(path)
+    assert [(r["problem"], r["backend"]) for r in rows] == [("ViT-B/16 B=3 images tokens=5", x) for x in ("stock", "saccade")]
+    assert all("images/s" in r["note"] for r in rows)
+
+
+def test_other_vectors_of_images_end_the_table(table, monkeypatch):
+    import saccade
+
+    optimize = saccade.optimize
+
+    def reads_other_pixels(model):
+        next(x for name, x in model.named_parameters() if "position_embeddings" in name).data.normal_(std=9)
+        return optimize(model)
+
+    monkeypatch.setattr(saccade, "optimize", reads_other_pixels)
+    with pytest.raises(SystemExit, match=r"saccade of ViT-B/16 .*: a vector has a cosine"):
+        table.run(None, 1, ["images"])
 
 
 @pytest.mark.parametrize(("pairs", "said"), [(False, "an embedding has a cosine"), (True, "scores differ")])

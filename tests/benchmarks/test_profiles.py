@@ -75,7 +75,7 @@ def test_the_profile_knows_the_names_of_our_kernels(script):
     """A kernel of another name would be missing in the table without a word."""
     pattern = re.compile(script("profile_short").KERNELS.removeprefix("regex:"))
     exact = BENCHMARKS.parent / "src" / "saccade" / "exact"
-    cuda = [*(exact / "short" / "cuda").glob("*.cu"), *(exact / "ragged" / "cuda").glob("long_*_sm90.cu")]
+    cuda = [*(exact / "short" / "cuda").glob("*.cu"), *(exact / "long" / "cuda").glob("*_sm90.cu")]
     text = "\n".join(path.read_text() for path in [*cuda, *(exact / "short").glob("*.py")])
     names = re.findall(r"__global__ [^(]*\([^)]*\)\s+(\w+)\(|^def (\w+_kernel)\(", text, re.MULTILINE)
     found = {first or second for first, second in names}

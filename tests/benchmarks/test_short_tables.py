@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from saccade.exact.long.backend import LONG
 from saccade.exact.problem import describe_attention
-from saccade.exact.ragged.long import LONG
 
 pytest.importorskip("triton")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,14 +43,14 @@ def repository(tmp_path, monkeypatch):
         git("add", "-A")
         git("commit", "-qm", "a change")
         stale._tree.cache_clear()
-        stale._code.cache_clear()
+        stale._definitions.cache_clear()
         return git("rev-parse", "--short", "HEAD")
 
     git("init", "-q")
     monkeypatch.setattr(stale, "ROOT", tmp_path)
     yield write
     stale._tree.cache_clear()
-    stale._code.cache_clear()
+    stale._definitions.cache_clear()
 
 
 def table(tmp_path, commit, name="short_full"):
@@ -84,9 +85,21 @@ def test_rows_that_say_nothing(repository, tmp_path):
     assert table(tmp_path, "0000000").unknown == "this checkout has no commit 0000000"
 
 
-def test_comments_of_cuda():
-    one, other = "int x; // one\n/* two\n lines */ int y;", "int x;\nint y;"
-    assert stale.code_of(one, "a.cu") == stale.code_of(other, "a.cu") != stale.code_of("int x; int z;", "a.cu")
+def test_a_definition_that_moved_has_not_changed(repository, tmp_path):
+    config = "from saccade import x\n\nSTAGES = 2\n\n\ndef shape(n):\n    return n + {}\n"
+    commit = repository("src/saccade/exact/ragged/config.py", config.format(1))
+    repository("src/saccade/exact/long/config.py", config.format(1).partition("\n\n\n")[2])
+    repository("src/saccade/exact/ragged/config.py", "from saccade.exact.long.config import shape\n\nSTAGES = 2\n")
+    assert not table(tmp_path, commit, "short_ragged").is_stale
+    repository("src/saccade/exact/long/config.py", config.format(2).partition("\n\n\n")[2])
+    assert table(tmp_path, commit, "short_ragged").changed == ("src/saccade/exact/long/config.py",)
+
+
+@pytest.mark.parametrize("other", ["int x;\nint y;", '#include "moved.cuh"\nint x; int y;'], ids=["comments", "includes"])
+def test_what_is_no_code_of_cuda(other):
+    one = "int x; // one\n/* two\n lines */ int y;"
+    assert stale.definitions_of(one, "a.cu") == stale.definitions_of(other, "a.cu")
+    assert stale.definitions_of(one, "a.cu") != stale.definitions_of("int x; int z;", "a.cu")
 
 
 def test_each_table_says_what_it_measures():
@@ -97,3 +110,10 @@ def test_each_table_says_what_it_measures():
     for patterns in stale.MEASURED.values():
         for pattern in patterns:
             assert list(source.glob(pattern)), pattern
+
+
+def test_a_name_that_changed_is_no_change(monkeypatch):
+    monkeypatch.setattr(stale, "RENAMED", {"made": "replayed"})
+    monkeypatch.setattr(stale, "_RENAMED_WORDS", re.compile(r"\bmade\b"))
+    assert stale.definitions_of("x = made(1)", "a.py") == stale.definitions_of("x = replayed(1)", "a.py")
+    assert stale.definitions_of("x = made(2)", "a.py") != stale.definitions_of("x = replayed(1)", "a.py")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from saccade import InvalidArgument, SaccadeError, __version__
 from saccade.cli.app import app
-from saccade.cli.explain import Call, answer, problem_of
+from saccade.cli.explain import DescribedCall, answer, problem_of
 from saccade.cli.info import backends_on, nvrtc_lines
 from saccade.cli.tables import about, find_benchmarks, tables_in
 
@@ -202,59 +202,63 @@ def test_explain_of_dynamic_masks():
 
 
 def test_explain_of_bias_mask_and_window():
-    assert "bias[1x8x128x128]+grad" in answer(Call(heads=8, kv_heads=8, q_len=128, kv_len=128, bias="1x8x128x128", bias_grad=True, needs_grad=True), "cpu", None)  # fmt: skip
-    assert "window=(64, None)" in answer(Call(q_len=128, kv_len=128, window="64, none"), "cpu", None)
-    assert "window=(64, 8)" in answer(Call(operation="attention_varlen", q_len=128, kv_len=128, window="64,8"), "cpu", None)
-    assert "window=9" in answer(Call(operation="dynamic_mask_attention", q_len=128, kv_len=128, keep=4, window="9"), "cpu", None)
-    assert "mask[128x1]" in answer(Call(q_len=128, kv_len=4, mask="128x1"), "cpu", None)
+    assert "bias[1x8x128x128]+grad" in answer(DescribedCall(heads=8, kv_heads=8, q_len=128, kv_len=128, bias="1x8x128x128", bias_grad=True, needs_grad=True), "cpu", None)  # fmt: skip
+    assert "window=(64, None)" in answer(DescribedCall(q_len=128, kv_len=128, window="64, none"), "cpu", None)
+    assert "window=(64, 8)" in answer(
+        DescribedCall(operation="attention_varlen", q_len=128, kv_len=128, window="64,8"), "cpu", None
+    )
+    assert "window=9" in answer(
+        DescribedCall(operation="dynamic_mask_attention", q_len=128, kv_len=128, keep=4, window="9"), "cpu", None
+    )
+    assert "mask[128x1]" in answer(DescribedCall(q_len=128, kv_len=4, mask="128x1"), "cpu", None)
 
 
 @pytest.mark.parametrize(
     ("call", "device", "arch", "sentence"),
     [
-        (Call(operation="nothing"), None, None, "op is 'nothing'"),
-        (Call(operation="dynamic_mask_attention"), None, None, "keep is not given"),
-        (Call(operation="dynamic_mask_attention", keep=0), None, None, "keep is 0"),
-        (Call(operation="dynamic_mask_attention", keep=4, q_len=3), None, None, "3 queries for 1 keys"),
+        (DescribedCall(operation="nothing"), None, None, "op is 'nothing'"),
+        (DescribedCall(operation="dynamic_mask_attention"), None, None, "keep is not given"),
+        (DescribedCall(operation="dynamic_mask_attention", keep=0), None, None, "keep is 0"),
+        (DescribedCall(operation="dynamic_mask_attention", keep=4, q_len=3), None, None, "3 queries for 1 keys"),
         (
-            Call(operation="dynamic_mask_attention", keep=4, dropout_p=0.1),
+            DescribedCall(operation="dynamic_mask_attention", keep=4, dropout_p=0.1),
             None,
             None,
             "dropout_p is 0.1; dynamic_mask_attention has no",
         ),
-        (Call(keep=4), None, None, "keep is 4; attention has no such argument, dynamic_mask_attention has"),
-        (Call(documents=True), None, None, "documents is True; attention has no such"),
-        (Call(window="64"), None, None, r"window is '64'; of attention it is \(left, right\), as 64,64 or 64,none"),
-        (Call(window="64,-1"), None, None, r"window is '64,-1'; of attention it is"),
+        (DescribedCall(keep=4), None, None, "keep is 4; attention has no such argument, dynamic_mask_attention has"),
+        (DescribedCall(documents=True), None, None, "documents is True; attention has no such"),
+        (DescribedCall(window="64"), None, None, r"window is '64'; of attention it is \(left, right\), as 64,64 or 64,none"),
+        (DescribedCall(window="64,-1"), None, None, r"window is '64,-1'; of attention it is"),
         (
-            Call(operation="dynamic_mask_attention", keep=4, window="6,4"),
+            DescribedCall(operation="dynamic_mask_attention", keep=4, window="6,4"),
             None,
             None,
             "window is '6,4'; of dynamic_mask_attention it is a number",
         ),
         (
-            Call(operation="nm_sparse_attention", window="6,4"),
+            DescribedCall(operation="nm_sparse_attention", window="6,4"),
             None,
             None,
             "window is '6,4'; nm_sparse_attention has no such argument",
         ),
-        (Call(dtype="int8"), None, None, "dtype is 'int8'; allowed are bf16"),
-        (Call(batch=-1), None, None, "none may be negative"),
-        (Call(bias_grad=True), None, None, "bias_grad is True and no bias is given"),
-        (Call(operation="nm_sparse_attention", bias_grad=True), None, None, "bias_grad is True and no bias is given"),
-        (Call(batch=10**20), None, None, r"query would have shape \[100000000000000000000, 1, 1, 64\]"),
-        (Call(batch=0, q_len=10**12, heads=10**8), None, None, "query would have shape"),
-        (Call(kv_len=10**18, head_dim=64), None, None, "key would have shape"),
-        (Call(mask="99999999999999999999x1"), None, None, "mask would have shape"),
-        (Call(q_len=10**9, kv_len=10**9, bias="1x64x1000000000x1000000000"), None, None, "bias would have shape"),
-        (Call(mask="1", bias="1"), None, None, "both given"),
-        (Call(bias="1,2"), None, None, "bias is '1,2'"),
-        (Call(bias="3x5"), None, None, "must broadcast"),
-        (Call(dropout_p=1.5), None, None, "dropout_p is 1.5"),
-        (Call(), "tpu", None, "device is 'tpu'"),
-        (Call(), "cuda:99", None, "torch sees"),
-        (Call(), None, 9, "arch is 9"),
-        (Call(), "cpu", 90, "both given"),
+        (DescribedCall(dtype="int8"), None, None, "dtype is 'int8'; allowed are bf16"),
+        (DescribedCall(batch=-1), None, None, "none may be negative"),
+        (DescribedCall(bias_grad=True), None, None, "bias_grad is True and no bias is given"),
+        (DescribedCall(operation="nm_sparse_attention", bias_grad=True), None, None, "bias_grad is True and no bias is given"),
+        (DescribedCall(batch=10**20), None, None, r"query would have shape \[100000000000000000000, 1, 1, 64\]"),
+        (DescribedCall(batch=0, q_len=10**12, heads=10**8), None, None, "query would have shape"),
+        (DescribedCall(kv_len=10**18, head_dim=64), None, None, "key would have shape"),
+        (DescribedCall(mask="99999999999999999999x1"), None, None, "mask would have shape"),
+        (DescribedCall(q_len=10**9, kv_len=10**9, bias="1x64x1000000000x1000000000"), None, None, "bias would have shape"),
+        (DescribedCall(mask="1", bias="1"), None, None, "both given"),
+        (DescribedCall(bias="1,2"), None, None, "bias is '1,2'"),
+        (DescribedCall(bias="3x5"), None, None, "must broadcast"),
+        (DescribedCall(dropout_p=1.5), None, None, "dropout_p is 1.5"),
+        (DescribedCall(), "tpu", None, "device is 'tpu'"),
+        (DescribedCall(), "cuda:99", None, "torch sees"),
+        (DescribedCall(), None, 9, "arch is 9"),
+        (DescribedCall(), "cpu", 90, "both given"),
     ],
 )
 def test_explain_names_what_is_wrong(call, device, arch, sentence):
@@ -282,7 +286,7 @@ def test_head_dim_zero_is_described(op):
 def test_problem_allocates_nothing():
     import torch
 
-    problem = problem_of(Call(batch=10**6, heads=64, kv_heads=64, q_len=4096, kv_len=4096), torch.device("cpu"))
+    problem = problem_of(DescribedCall(batch=10**6, heads=64, kv_heads=64, q_len=4096, kv_len=4096), torch.device("cpu"))
     assert problem.batch == 10**6
     assert problem.device == torch.device("cpu")
 
@@ -431,7 +435,7 @@ def test_a_cache_that_others_write_is_not_cleared(tmp_path, monkeypatch):
 def test_another_machine_s_software_is_assumed(monkeypatch):
     monkeypatch.setattr("saccade.hardware._FOUND", {"triton": False})
     monkeypatch.setattr("saccade.cli.explain.obstacles", lambda arch: ("no NVRTC",))
-    call = Call(batch=32, heads=8, kv_heads=8, q_len=128, kv_len=128, needs_grad=True)
+    call = DescribedCall(batch=32, heads=8, kv_heads=8, q_len=128, kv_len=128, needs_grad=True)
     for arch in (80, 89, 90, 120):
         first, *rest = answer(call, None, arch).splitlines()
         assert first == "assumed, but not here: Triton; no NVRTC"

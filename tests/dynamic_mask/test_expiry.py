@@ -16,7 +16,7 @@ import saccade
 from saccade.dynamic_mask.selection import expiry, expiry_cuda, expiry_triton
 from saccade.dynamic_mask.selection.intervals import causal_expiry
 from saccade.launch import flag
-from saccade.launch.cuda import Call
+from saccade.launch.cuda import CudaLaunch
 from saccade.nvrtc import compile_cubin
 from tools.cubin import resource_usage
 
@@ -27,7 +27,7 @@ needs_emulator = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++
 def emulated(monkeypatch):
     """Launches run on the CPU, with chunks so small that a few dozen keys make many."""
 
-    monkeypatch.setattr(Call, "ready", emulator.ready)
+    monkeypatch.setattr(CudaLaunch, "ready", emulator.ready)
     monkeypatch.setattr(expiry_cuda, "CHUNK", 64)
     monkeypatch.setattr(expiry_cuda, "SEARCHERS", 32)
 

@@ -11,7 +11,7 @@ import saccade
 from saccade.dynamic_mask.gather.sm90 import backward as backward_sm90
 from saccade.dynamic_mask.selection import lists, lists_cuda
 from saccade.dynamic_mask.selection.intervals import causal_intervals
-from saccade.launch.cuda import Call
+from saccade.launch.cuda import CudaLaunch
 
 LEAST, MOST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
 
@@ -20,7 +20,7 @@ LEAST, MOST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
 def emulated(monkeypatch):
     if emulator.COMPILER is None:
         pytest.skip("needs g++")
-    monkeypatch.setattr(Call, "ready", emulator.ready)
+    monkeypatch.setattr(CudaLaunch, "ready", emulator.ready)
     monkeypatch.setattr(lists, "cuda_shape", lists_cuda.shape_of)
     monkeypatch.setattr(lists_cuda, "THREADS", 64)
     monkeypatch.setattr(backward_sm90, "multiprocessors", lambda device: 2)  # programs, which walk over several blocks each

@@ -24,7 +24,7 @@ from saccade.dynamic_mask.testing.check import check_dynamic_mask
 from saccade.engine import prepare
 from saccade.engine.dispatch import explain
 from saccade.errors import CompileError
-from saccade.launch import aside
+from saccade.launch import disabled
 from saccade.native import library
 from saccade.native.compiler import no_compiler
 from saccade.testing.judge import report
@@ -221,7 +221,7 @@ def broken(tmp_path, monkeypatch):
     )
     prepare.forget()
     yield
-    aside.forget()
+    disabled.forget()
     prepare.forget()
 
 
@@ -286,7 +286,7 @@ def test_auto_computes_where_the_compiler_cannot_be_run(tmp_path, monkeypatch):
             found = saccade.dynamic_mask_attention(*leaves, keep=5)
         torch.testing.assert_close(found, saccade.dynamic_mask_attention(*leaves, keep=5, backend="gather_torch"))
     finally:
-        aside.forget()
+        disabled.forget()
         prepare.forget()
 
 

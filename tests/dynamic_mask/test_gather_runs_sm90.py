@@ -18,7 +18,7 @@ from saccade.dynamic_mask.testing.check import compare_dynamic_mask, public_call
 from saccade.dynamic_mask.testing.inputs import make_dynamic_mask
 from saccade.engine import prepare
 from saccade.errors import SaccadeError
-from saccade.launch.cuda import Call
+from saccade.launch.cuda import CudaLaunch
 from saccade.nvrtc import build, obstacles
 from saccade.nvrtc.tensor_map import AnyRows
 from tools.cubin import disassemble, resource_usage
@@ -164,7 +164,7 @@ def test_a_driver_that_refuses_the_maps(allowed, monkeypatch, forgetful):
     monkeypatch.setattr(maps, "_encode", encode)
     maps.tensor_map.cache_clear()
     monkeypatch.setattr(forward_sm90, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(Call, "ready", lambda call, device: SimpleNamespace(call=call))
+    monkeypatch.setattr(CudaLaunch, "ready", lambda call, device: SimpleNamespace(call=call))
     forgetful()
     call = forward_sm90.launch(layout(), torch.bfloat16, True, 64, 0.1, torch.device("cuda", 0)).call
     maps.tensor_map.cache_clear()

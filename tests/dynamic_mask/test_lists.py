@@ -10,7 +10,7 @@ from contracts.exact import DEVICE
 from saccade.dynamic_mask import op
 from saccade.dynamic_mask.selection import expiry_triton, lists, lists_cuda, lists_triton
 from saccade.dynamic_mask.selection.intervals import block_lists, causal_expiry, intervals
-from saccade.launch.cuda import Call
+from saccade.launch.cuda import CudaLaunch
 from saccade.nvrtc import compile_cubin
 from tools.cubin import resource_usage
 
@@ -77,7 +77,7 @@ def emulated(monkeypatch):
     """Launches run on the CPU."""
     if emulator.COMPILER is None:
         pytest.skip("needs g++")
-    monkeypatch.setattr(Call, "ready", emulator.ready)
+    monkeypatch.setattr(CudaLaunch, "ready", emulator.ready)
     monkeypatch.setattr(lists_cuda, "THREADS", 64)
     lists_cuda.writer.cache_clear()
     yield

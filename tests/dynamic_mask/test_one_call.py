@@ -18,7 +18,7 @@ from saccade.dynamic_mask.gather.sm90 import one_call
 from saccade.dynamic_mask.gather.torch_blocks import attend_blocks, attend_blocks_backward
 from saccade.dynamic_mask.selection import expiry_cuda, lists, lists_cuda
 from saccade.dynamic_mask.selection.intervals import block_lists, causal_intervals
-from saccade.launch.cuda import Call
+from saccade.launch.cuda import CudaLaunch
 from saccade.nvrtc.tensor_map import AnyRows
 
 B, H, HKV, N, KEEP = 2, 8, 2, 300, 40
@@ -58,7 +58,7 @@ def made(monkeypatch):
         )
 
     flag = SimpleNamespace(address=seen.strange.data_ptr(), record=seen.recorded.append, read=lambda: bool(seen.strange))
-    monkeypatch.setattr(Call, "ready", ready)
+    monkeypatch.setattr(CudaLaunch, "ready", ready)
     monkeypatch.setattr(AnyRows, "allowed", lambda rows: True)  # the original asks the driver
     monkeypatch.setattr(one_call, "borrow", lambda device: flag)
     monkeypatch.setattr(one_call, "on_current_stream", lambda index, enqueue, *arguments: enqueue(77, *arguments))

@@ -28,7 +28,7 @@ SHARED_FOLDER = "EMULATED_KERNELS"
 
 
 def ready(call: Any, device: torch.device) -> Callable[..., None]:
-    """A replacement for `Call.ready` that takes pointers and runs on the CPU, so that host code runs as for a GPU."""
+    """A replacement for `CudaLaunch.ready` that takes pointers and runs on the CPU, so that host code runs as for a GPU."""
     assert device.type == "cpu"
 
     def launch(*pointers: int, maps: Sequence[TensorMap] = ()) -> None:
@@ -67,7 +67,7 @@ def launch(make: Callable[..., Any], tensors: tuple[Tensor | None, ...], *option
 
 
 def run(call: Any) -> None:
-    """Run the launch of a family's `Call` on tensors of the CPU, or on addresses."""
+    """Run the launch of a family's `CudaLaunch` on tensors of the CPU, or on addresses."""
     library = _library(call.source.path, call.kernel, call.options.defines)
     sizes = (ctypes.c_int * 64)()
     library.sizes(sizes)

@@ -1,4 +1,4 @@
-// Single instructions of exact/ragged/cuda/long_instruction.cuh.
+// Single instructions of exact/long/cuda/long_instruction.cuh.
 #pragma once
 #include "numbers.cuh"
 

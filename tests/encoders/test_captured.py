@@ -135,7 +135,7 @@ class OnTheHost:
     """`graphs.Inputs` in the memory of the host."""
 
     def __init__(self, packed, capacity):
-        self.capacity = capacity
+        self.capacity, self.longest = capacity, 64
         self.numbers = torch.zeros(4, capacity, dtype=torch.int64)
         self.numbers[:, : packed.tokens] = torch.as_tensor(packed.numbers)
         self.ends = torch.full((capacity + 1,), packed.tokens, dtype=torch.int32)

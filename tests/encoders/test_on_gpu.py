@@ -62,6 +62,23 @@ def test_forward(name, dtype):
                 assert (got[~real.cuda()] == 0).all()
 
 
+def test_a_model_of_many_positions():
+    """Usual lengths run our kernels whatever the model could take; long texts have a graph of their own."""
+    ours, theirs = pair("bert", torch.bfloat16, max_position_embeddings=2048)
+    handle = saccade.optimize(ours)
+    for lengths, most in (((30, 12, 36), 512), ((700, 5), 2048), ((30, 600), 2048), ((512, 3), 512)):
+        ids, mask = padded(lengths, ours.config.pad_token_id)
+        with torch.no_grad():
+            want = hidden(theirs, ids.cuda(), mask.cuda())[mask.bool().cuda()]
+            assert error(hidden(ours, ids, mask)[mask.bool().cuda()], want) < 2e-2
+            graph = next(reversed(handle.served[0].graphs.values()))
+            assert graph.inputs.longest == most
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        hidden(ours, *padded((30, 12, 36), ours.config.pad_token_id))
+        torch.cuda.synchronize()
+    assert any("forward_tokens_kernel" in event.name for event in seen.events())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients(name):
     ours, theirs = pair(name, train=True)

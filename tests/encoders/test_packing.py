@@ -8,6 +8,7 @@ import torch
 
 from saccade import native
 from saccade.encoders import packing
+from saccade.encoders.capacity import size_of
 from saccade.encoders.families import Family
 from saccade.native.build import Build
 
@@ -64,3 +65,11 @@ def test_a_large_batch_is_packed_in_pieces(module):
         assert torch.equal(torch.cat([part[name] for part in parts]), given[name])
     assert all(part["position_ids"] is given["position_ids"] and part["token_type_ids"] is None for part in parts)
     assert len(packing.pieces_of({"input_ids": ids[:2]})) == 1
+
+
+@pytest.mark.parametrize(
+    ("longest", "most", "bound"), [(36, 514, 512), (512, 8192, 512), (513, 514, 514), (600, 8192, 8192), (3, 128, 512)]
+)
+def test_a_graph_expects_usual_lengths_whatever_a_model_may_take(longest, most, bound):
+    assert size_of(1000, 7, longest, most) == (1024, bound)
+    assert size_of(7, 1000, longest, most) == (1024, bound)  # empty sequences have an end each

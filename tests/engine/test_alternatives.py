@@ -19,7 +19,7 @@ import saccade.nm_sparse.prepared
 from saccade.engine import prepare
 from saccade.errors import CompileError
 from saccade.exact.short import launch
-from saccade.launch import aside
+from saccade.launch import disabled
 from saccade.launch import triton as launching
 from saccade.nvrtc import Source, toolchain
 
@@ -47,12 +47,12 @@ def forget_launches() -> None:
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """Nothing is set aside before and after the test; failures of the interpreter count like those of the compiler."""
+    """Nothing is disabled before and after the test; failures of the interpreter count like those of the compiler."""
     monkeypatch.setattr(launching, "_compiles", lambda: True)
-    for forget in (aside.forget, prepare.forget, toolchain._given_up.clear):
+    for forget in (disabled.forget, prepare.forget, toolchain._given_up.clear):
         forget()
     yield monkeypatch
-    for forget in (aside.forget, prepare.forget, toolchain._given_up.clear):
+    for forget in (disabled.forget, prepare.forget, toolchain._given_up.clear):
         forget()
 
 
@@ -107,7 +107,7 @@ def test_attention(fresh, direction):
     with pytest.raises(CompileError, match=told):
         call("short")[0].sum().backward()
     compared(call, lambda: call("reference"), leaves, "cannot compile _broken_kernel")
-    assert "short: set aside: Triton" in saccade.explain(query, key, value, is_causal=True, return_lse=True)
+    assert "short: disabled: Triton" in saccade.explain(query, key, value, is_causal=True, return_lse=True)
     # calls of other shapes try it again
     assert "-> short" in saccade.explain(*(x[:, :1] for x in leaves)) or "short: could" in saccade.explain(
         *(x[:, :1] for x in leaves)

@@ -1,4 +1,4 @@
-"""Waiting for the C++ that makes known calls again."""
+"""Waiting for the C++ that replays known calls."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ import torch
 from saccade.engine.dispatch import explain, verdicts
 from saccade.engine.rule import Line, Row, Rule, Source, square
 from saccade.exact.backends import BACKENDS
+from saccade.exact.long.backend import LONG
 from saccade.exact.problem import describe_attention
 from saccade.exact.ragged.backend import RAGGED
-from saccade.exact.ragged.long import LONG
 from saccade.exact.short.backend import SHORT
 from saccade.exact.varlen.problem import describe_varlen
 

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 
 import saccade
+from saccade.exact.long import backend as long_backend
+from saccade.exact.long import config, sm90
+from saccade.exact.long.backend import LONG
 from saccade.exact.problem import describe_attention
 from saccade.exact.ragged import call as ragged_call
-from saccade.exact.ragged import choice, config, launchers, sm90
-from saccade.exact.ragged import long as long_backend
-from saccade.exact.ragged.long import LONG
+from saccade.exact.ragged import launchers
 from saccade.exact.testing.check import check_attention, public_call
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.testing.varlen_check import check_varlen
@@ -384,4 +385,4 @@ def test_what_auto_takes_of_calls_with_features(monkeypatch, changes, said):
 def test_explain_tells_what_would_run(monkeypatch):
     assert LONG.form(problem_of(monkeypatch)).count("Sm90Config") == 2
     assert LONG.form(problem_of(monkeypatch, grad=False)).count("Sm90Config") == 1
-    assert long_backend.LONGEST <= long_backend.MAX_TOKENS <= choice.MAX_TOKENS
+    assert long_backend.LONGEST <= config.MAX_TOKENS

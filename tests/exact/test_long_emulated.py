@@ -9,12 +9,12 @@ import torch.nn.functional as F
 
 from saccade.engine.philox import dropout_keep
 from saccade.exact.args import AttentionArgs
-from saccade.exact.ragged import long_launchers as long
-from saccade.exact.ragged import sm90
+from saccade.exact.long import launchers as long
+from saccade.exact.long import sm90
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT, VarlenArgs
 from saccade.launch import delta
 from saccade.launch.cache import LaunchCache
-from saccade.launch.cuda import Call
+from saccade.launch.cuda import CudaLaunch
 
 SEED = 0x1234567_89ABCDEF
 
@@ -23,7 +23,7 @@ SEED = 0x1234567_89ABCDEF
 def emulated(monkeypatch):
     if emulator.COMPILER is None:
         pytest.skip("needs g++")
-    monkeypatch.setattr(Call, "ready", emulator.ready)
+    monkeypatch.setattr(CudaLaunch, "ready", emulator.ready)
     monkeypatch.setattr(sm90, "tensor_map", emulator.tensor_map)
     monkeypatch.setattr(sm90, "multiprocessors", lambda device: 2)  # blocks of backward, which walk over several heads each
     monkeypatch.setattr(delta, "delta_of", rows_of_out)

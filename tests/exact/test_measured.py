@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.cli.explain import Call, answer
+from saccade.cli.explain import DescribedCall, answer
 from saccade.engine import dispatch, prepare
 from saccade.exact import measured
 from saccade.exact.backends import BACKENDS
@@ -163,7 +163,7 @@ def test_a_remembered_call_looks_nothing_up(monkeypatch):
 @pytest.mark.parametrize("batch", [1, 64, 512])
 @pytest.mark.parametrize(("tokens", "grad"), [(32, True), (77, False), (197, True)])
 def test_explain_of_a_gpu_that_is_not_here_names_what_a_program_runs_there(batch, tokens, grad):
-    call = Call(batch=batch, heads=12, kv_heads=12, q_len=tokens, kv_len=tokens, needs_grad=grad)
+    call = DescribedCall(batch=batch, heads=12, kv_heads=12, q_len=tokens, kv_len=tokens, needs_grad=grad)
     said = json.loads(answer(call, None, 90, as_json=True))
     direction = "fwd+bwd" if grad else "fwd"
     replayed = problem_of(f"attention(B={batch} H=12 Tq={tokens} Tk={tokens} D=64 bf16 sm_90)", direction)

@@ -11,7 +11,7 @@ import torch
 import saccade
 from saccade import native
 from saccade.engine.calls import split_mask
-from saccade.engine.problem import repeated_by_cpp
+from saccade.engine.problem import replayed_by_cpp
 from saccade.errors import InvalidArgument
 from saccade.exact.problem import describe_attention
 
@@ -166,9 +166,9 @@ def test_host_time_counts_unless_cpp_makes_the_call_again(monkeypatch):
     problem = describe_attention(Q, K, K, None, 0.0, False, None, False, None, False, False, False)
     assert problem.host_counts
     monkeypatch.setattr(native, "calls", object())
-    assert repeated_by_cpp(problem, None) == replace(problem, host_counts=False)
+    assert replayed_by_cpp(problem, None) == replace(problem, host_counts=False)
     other = replace(problem, return_lse=True)
-    assert repeated_by_cpp(other, None) == other
+    assert replayed_by_cpp(other, None) == other
 
 
 def test_a_number_is_refused_though_an_equal_one_is_remembered():

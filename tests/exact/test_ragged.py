@@ -15,9 +15,10 @@ from contracts.opt_outs import opted_out
 
 import saccade
 from saccade.errors import CompileError
+from saccade.exact.long import choice, config, sm90
 from saccade.exact.problem import describe_attention
 from saccade.exact.ragged import call as ragged_call
-from saccade.exact.ragged import choice, config, launchers, launches, sm90
+from saccade.exact.ragged import launchers, launches
 from saccade.exact.ragged import plan as ragged_plan
 from saccade.exact.ragged.backend import RAGGED
 from saccade.exact.ragged.config import TILES
@@ -25,7 +26,7 @@ from saccade.exact.ragged.dense import DENSE
 from saccade.exact.testing.check import check_attention
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.exact.varlen.problem import describe_varlen
-from saccade.launch import aside
+from saccade.launch import disabled
 from saccade.launch.triton import launch_any
 from saccade.testing.cases import Case
 from saccade.testing.judge import report
@@ -186,7 +187,7 @@ def test_how_large_one_launch_may_be(bias, most):
     limit = most // (32 * 128 * 64)
     for sequences, at_once in ((limit, True), (limit + 1, False)):
         ends = torch.zeros(sequences + 1, dtype=torch.int32)
-        call = ragged_call.Call(VarlenArgs(query, query, query, ends, ends, added, None, 128, 128, 0.0, 0, 0.1))
+        call = ragged_call.RaggedCall(VarlenArgs(query, query, query, ends, ends, added, None, 128, 128, 0.0, 0, 0.1))
         bucket = call.at_once()
         assert (bucket is not None) == at_once
         if bucket is not None:
@@ -199,7 +200,7 @@ def test_dropout_goes_to_the_kernels_of_sm90_by_one_constant(monkeypatch):
     monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)
     query, seed = torch.empty(300, 2, 64, device=DEVICE, dtype=torch.bfloat16), torch.tensor([7], device=DEVICE)
     ends = torch.tensor([0, 100, 300], dtype=torch.int32, device=DEVICE)
-    call = ragged_call.Call(VarlenArgs(query, query, query, ends, ends, None, seed, 200, 200, 0.1, 0, 0.1))
+    call = ragged_call.RaggedCall(VarlenArgs(query, query, query, ends, ends, None, seed, 200, 200, 0.1, 0, 0.1))
     for preferred, tile in ((False, 128), (True, 0)):
         monkeypatch.setitem(config.TIMED_FROM, "dropout", 1 if preferred else 65)
         assert launchers.forward_by_cuda(call, query) == preferred
@@ -210,16 +211,16 @@ def test_dropout_goes_to_the_kernels_of_sm90_by_one_constant(monkeypatch):
         assert (within.max_q, within.max_k) == (128, 200)
 
 
-def test_kernels_that_were_set_aside_are_not_described(monkeypatch):
+def test_kernels_that_are_disabled_are_not_described(monkeypatch):
     """C++ is told of what Python launches: of Triton's kernels where those of sm_90 do not compile."""
     monkeypatch.setattr(sm90, "takes", lambda *given: True)
-    monkeypatch.setattr(aside, "_aside", {})
+    monkeypatch.setattr(disabled, "_disabled", {})
     query = torch.empty(300, 2, 64, device="meta", dtype=torch.bfloat16)
     ends = torch.zeros(3, dtype=torch.int32)
-    call = ragged_call.Call(VarlenArgs(query, query, query, ends, ends, None, None, 200, 200, 0.0, 0, 0.1))
+    call = ragged_call.RaggedCall(VarlenArgs(query, query, query, ends, ends, None, None, 200, 200, 0.0, 0, 0.1))
     assert launchers.forward_by_cuda(call, query)
     assert launchers.backward_by_cuda(call, query, query, (query, query, query))
-    grouped = ragged_call.Call(call.args._replace(key=query[:, :1], value=query[:, :1]))
+    grouped = ragged_call.RaggedCall(call.args._replace(key=query[:, :1], value=query[:, :1]))
     assert launchers.forward_by_cuda(grouped, query)
     with monkeypatch.context() as patch:
         patch.setitem(config.TIMED_FROM, "grouped heads", 65)
@@ -227,10 +228,10 @@ def test_kernels_that_were_set_aside_are_not_described(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(config, "TIMED_HEAD_DIM", 32)
         assert not launchers.forward_by_cuda(grouped, query)
-    dropped = ragged_call.Call(grouped.args._replace(seed=torch.zeros(1, dtype=torch.int64), dropout_p=0.1))
+    dropped = ragged_call.RaggedCall(grouped.args._replace(seed=torch.zeros(1, dtype=torch.int64), dropout_p=0.1))
     assert not launchers.forward_by_cuda(dropped, query)  # not timed together
     with pytest.warns(RuntimeWarning, match="does not compile in this test"):
-        aside.set_aside(
+        disabled.disable(
             choice.named("forward", choice.kind_of(call.args)),
             "another",
             CompileError("it does not compile in this test", (), ""),
@@ -279,14 +280,14 @@ def test_lists_are_made_once_a_batch(monkeypatch):
 def test_the_bucket_of_128_goes_to_the_kernels_of_sm90(longest, taken, compiles, buckets, monkeypatch):
     """As (tile, longest); unless they do not take the call, or one of them does not compile."""
     monkeypatch.setattr(sm90, "takes", lambda *given: taken)
-    monkeypatch.setattr(aside, "_aside", {})
+    monkeypatch.setattr(disabled, "_disabled", {})
     monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)
     query = torch.empty(300, 2, 64, device=DEVICE, dtype=torch.bfloat16)
     ends = torch.tensor([0, 100, 300], dtype=torch.int32, device=DEVICE)
-    call = ragged_call.Call(VarlenArgs(query, query, query, ends, ends, None, None, longest, longest, 0.0, 0, 0.1))
+    call = ragged_call.RaggedCall(VarlenArgs(query, query, query, ends, ends, None, None, longest, longest, 0.0, 0, 0.1))
     if not compiles:
         with pytest.warns(RuntimeWarning, match="does not compile at all"):
-            aside.set_aside(
+            disabled.disable(
                 choice.named("backward", choice.kind_of(call.args)), "another", CompileError("it does not compile at all", (), "")
             )
     found = call.buckets()
@@ -337,8 +338,8 @@ def test_explain_tells_what_computes_grouped_heads(heads, longest, told, monkeyp
 
 
 def test_explain_tells_kernels_that_run_here(monkeypatch):
-    """Not those that were set aside, nor those that no compiler makes; of dense rows with lengths too."""
-    monkeypatch.setattr(aside, "_aside", {})
+    """Not those that were disabled, nor those that no compiler makes; of dense rows with lengths too."""
+    monkeypatch.setattr(disabled, "_disabled", {})
     monkeypatch.setattr(choice, "obstacles", lambda architecture: ())
     x, lengths = torch.empty(2, 4, 300, 64, dtype=torch.bfloat16, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
     problem = describe_attention(x, x, x, None, 0.0, False, None, False, lengths, False, False, True)
@@ -346,7 +347,7 @@ def test_explain_tells_kernels_that_run_here(monkeypatch):
     assert DENSE.form(problem).count("CUDA C++") == 2
     name = choice.named("backward", choice.kind_of_dense(problem))
     with pytest.warns(RuntimeWarning, match="does not compile today"):
-        aside.set_aside(name, "another", CompileError("it does not compile today", (), ""))
+        disabled.disable(name, "another", CompileError("it does not compile today", (), ""))
     assert re.fullmatch("forward: CUDA C[+][+] .*, backward: keys LongConfig.* and queries LongConfig.*", DENSE.form(problem))
     monkeypatch.setattr(choice, "obstacles", lambda architecture: ("no compiler",))
     assert "CUDA C++" not in DENSE.form(problem)

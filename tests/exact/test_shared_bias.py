@@ -16,7 +16,7 @@ from saccade.exact.args import AttentionArgs
 from saccade.exact.problem import describe_attention
 from saccade.exact.shared_bias import launchers
 from saccade.exact.shared_bias.backend import FEWEST_PAIRS, SHARED_BIAS
-from saccade.exact.shared_bias.call import Call
+from saccade.exact.shared_bias.call import SharedBiasCall
 from saccade.exact.shared_bias.config import Config, Joined, Shape, config_of, forced
 from saccade.exact.testing.cases import ATTENTION
 from saccade.exact.testing.check import check_attention
@@ -130,7 +130,7 @@ def test_chunks_take_every_row_once():
     for rows in (1, 2, 5, 31):
         args, _ = record(rows=rows, tokens=8, keys=8)
         for programs in (1, 3, 7, 64):
-            call = Call(args, replace(FORMS["apart"], programs=programs))
+            call = SharedBiasCall(args, replace(FORMS["apart"], programs=programs))
             each, chunks = call.chunks(1)
             assert each * (chunks - 1) < call.members == rows <= each * chunks
             assert chunks <= programs
@@ -161,7 +161,7 @@ def test_a_bias_that_was_expanded_over_rows():
     """Forward reads it as one; autograd asks for the gradient of each row."""
     args, dout = record()
     expanded = args._replace(bias=args.bias.expand(5, -1, -1, -1))
-    assert Call(expanded).windows == 1
+    assert SharedBiasCall(expanded).windows == 1
     shared, apart = gradients(args, dout), gradients(expanded, dout)
     for x, y in zip(shared[:-1], apart[:-1], strict=True):
         torch.testing.assert_close(x, y)
@@ -173,7 +173,7 @@ def test_a_bias_whose_heads_lie_inside_of_its_keys():
     """As T5 makes it, `[Tq, Tk, H]`: rows that share it read a copy with dense rows."""
     args, dout = record(rows=6)
     turned = args.bias.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-    call = Call(args._replace(bias=turned))
+    call = SharedBiasCall(args._replace(bias=turned))
     assert call.given(args._replace(bias=turned)).bias.stride(3) == 1
     for x, y in zip(gradients(args, dout), gradients(args._replace(bias=turned), dout), strict=True):
         assert torch.equal(x, y)

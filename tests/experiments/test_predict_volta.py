@@ -82,10 +82,10 @@ def test_the_tiles_of_a_problem(rows, dim, length):
 
 def test_blocks_go_to_the_first_free_multiprocessor(rows):
     price = 2 * 4 / 4 / rows.CLOCK
-    even = rows.Work([(10, 0)], 2, 4)
+    even = rows.KernelWork([(10, 0)], 2, 4)
     assert rows.seconds(even, 160, 100.0, 0.0) == pytest.approx(1000 * price)
     assert rows.seconds(even, 161, 100.0, 0.0) == pytest.approx(2000 * price)
-    mixed = rows.Work([(0, 3), (1, 0)], 2, 4)
+    mixed = rows.KernelWork([(0, 3), (1, 0)], 2, 4)
     assert rows.seconds(mixed, 80, 100.0, 200.0) == pytest.approx(600 * price)
 
 

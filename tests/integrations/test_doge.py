@@ -147,7 +147,7 @@ def test_borders_that_no_mask_tells(told):
 )
 def test_no_argument_is_dropped(argument, sentence):
     q = torch.randn(1, 2, 6, 8)
-    call = doge.Call(None, 4, None)
+    call = doge.DogeCall(None, 4, None)
     with pytest.raises(saccade.UnsupportedProblem, match=sentence):
         doge.attention_forward(torch.nn.Module(), q, q, q, torch.randn(1, 2, 1, 6), dynamic_mask=call, **argument)
 

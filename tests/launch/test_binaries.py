@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade.exact.ragged import mask_bits, sm80
+from saccade.exact.long import mask_bits
+from saccade.exact.ragged import sm80
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, VarlenArgs
 from saccade.nm_sparse import bias_rows, key_bits
 from saccade.nm_sparse.fused import last_wave

@@ -334,7 +334,7 @@ def ragged_rows(arch: int) -> list[dict]:
         out, lse = launchers.forward(args)
         launchers.backward(args, dout, lse if "bias" in features else None, out, lse, bias_grad=bias is not None)
         if not dense:
-            launches.clearing(call.Call(args), query, key, value).run(call.Call(args))
+            launches.clearing(call.RaggedCall(args), query, key, value).run(call.RaggedCall(args))
         name = "ragged-float32" if dtype == "float32" else "ragged-features" if features else "ragged"
         for recorder in recorders:
             selection = recorder.__name__ in ("count_kernel", "place_kernel", "delta_kernel", "clear_kernel")
@@ -375,7 +375,7 @@ def token_rows(arch: int) -> list[dict]:
         ends, seed = make(2000, dtype=torch.int32), make(1, dtype=torch.int64) if "dropout" in features else None
         dropout_p, causal = 0.1 if seed is not None else 0.0, BOTTOM_RIGHT if "causal" in features else FULL
         window = (64, 64) if "window" in features else ()
-        packed = call.Call(VarlenArgs(query, key, value, ends, ends, None, seed, 200, 200, dropout_p, causal, 0.1, *window))
+        packed = call.RaggedCall(VarlenArgs(query, key, value, ends, ends, None, seed, 200, 200, dropout_p, causal, 0.1, *window))
         lse = make(4, 5000)
         token_launches.forward(packed, out, lse)
         gradients = tuple(map(torch.empty_like, (query, key, value)))

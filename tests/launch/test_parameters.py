@@ -15,13 +15,13 @@ from saccade.dynamic_mask.gather.sm90 import backward as gather_backward
 from saccade.dynamic_mask.gather.sm90 import forward as gather_forward
 from saccade.dynamic_mask.selection import expiry_cuda, lists_cuda
 from saccade.errors import InvalidArgument
-from saccade.exact.ragged import mask_bits
+from saccade.exact.long import mask_bits
+from saccade.exact.long import sm90 as long
 from saccade.exact.ragged import sm80 as ragged
-from saccade.exact.ragged import sm90 as long
 from saccade.exact.short import sm90 as short
 from saccade.exact.volta import launchers as volta
 from saccade.launch import cuda
-from saccade.launch.cuda import Call, addresses, check_pointers, run, stride_names, strides
+from saccade.launch.cuda import CudaLaunch, addresses, check_pointers, run, stride_names, strides
 from saccade.nm_sparse import bias_rows, key_bits, query_bits
 from saccade.nm_sparse.backward_sm90 import launchers as nm_backward
 from saccade.nm_sparse.backward_sm90 import one_pass
@@ -52,14 +52,14 @@ DECLARED = {
     ("exact/ragged/cuda/backward.cu", "ragged_backward", ()): ragged.PARAMETERS,
     **{
         (
-            f"exact/ragged/cuda/long_{d}_sm90.cu",
+            f"exact/long/cuda/{d}_sm90.cu",
             f"long_{d}_sm90",
             tuple(itertools.compress(LONG_MACROS, chosen)),
         ): long.parameters(d, *chosen)
         for d in ("forward", "backward")
         for chosen in itertools.product((False, True), repeat=len(LONG_MACROS))
     },
-    ("exact/ragged/cuda/mask_bits.cu", "mask_bits", ()): mask_bits.PARAMETERS,
+    ("exact/long/cuda/mask_bits.cu", "mask_bits", ()): mask_bits.PARAMETERS,
     (f"{VOLTA}/forward.cu", "volta_forward", ()): volta.FORWARD_PARAMETERS,
     (f"{VOLTA}/backward.cu", "volta_backward", ()): volta.BACKWARD_PARAMETERS,
     (f"{VOLTA}/query_gradient.cu", "volta_query_gradient", ()): volta.QUERY_GRADIENT_PARAMETERS,
@@ -139,11 +139,11 @@ def test_addresses_by_name():
     assert addresses(x=x, mask=None) == {"x": x.data_ptr(), "mask": 0}
 
 
-def call_of(x: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor, swapped: bool, about: str) -> Call:
+def call_of(x: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor, swapped: bool, about: str) -> CudaLaunch:
     assert about == "cpu"
     arguments = {"x": out if swapped else x, "mask": mask, "out": x if swapped else out, "n": x.numel()}
     listed = Parameters(pointer="x mask out", int32="n")
-    return Call(key_bits.SOURCE, "scale", listed, Options(), (1, 1), 32, 0, arguments)
+    return CudaLaunch(key_bits.SOURCE, "scale", listed, Options(), (1, 1), 32, 0, arguments)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def launched(monkeypatch):
     """The addresses that launches are given, each with the numbers that its first call described."""
     seen = []
     monkeypatch.setattr(cuda, "_READY", cuda.LaunchCache())
-    monkeypatch.setattr(Call, "ready", lambda call, device: lambda *given: seen.append((call.arguments["n"], given)))
+    monkeypatch.setattr(CudaLaunch, "ready", lambda call, device: lambda *given: seen.append((call.arguments["n"], given)))
     return seen
 
 

@@ -1,4 +1,4 @@
-"""Calls with a bias that C++ launches again: its arguments equal those of Python's launch, and the gradient of the bias has its shape."""
+"""Calls with a bias that C++ replays: its arguments equal those of Python's launch, and the gradient of the bias has its shape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recorded_triton import Compiled, recording
 from saccade import native
 from saccade.engine.dispatch import Plan
 from saccade.engine.prepare import Prepared
-from saccade.exact import again
+from saccade.exact import replay
 from saccade.exact.args import AttentionArgs
 from saccade.exact.op import OPS
 from saccade.exact.problem import by_window, describe_attention, in_one_batch
@@ -69,7 +69,7 @@ def test_a_bias(seen, shape, lengths, bias_grad, outside):
     call = (*leaves, bias, 0.0, False, None, False, real, False, "short")
     inputs = (*leaves, bias, *([real] if lengths else []))
     args = args._replace(query=leaves[0], key=leaves[1], value=leaves[2], bias=bias)
-    again.offer(prepared, call, inputs, args, out, lse)
+    replay.record(prepared, call, inputs, args, out, lse)
     assert len(native.calls) == 1
     if lengths:
         native.calls.checked(real, LENGTH)
@@ -112,7 +112,7 @@ def test_a_bias_for_each_window(seen, shape, layout):
     written = dict(zip(("dquery", "dkey", "dvalue"), gradients[:3], strict=True))
     by_python.append(named(seen[-1], known | written | {"dout": dout}))
     call = (*leaves, bias, 0.0, False, None, False, None, False, "short")
-    again.offer(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse))
+    replay.record(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse))
     assert len(native.calls) == 1
     for i in range(3):
         before = len(seen)
@@ -139,7 +139,7 @@ def test_windows_that_are_copied_stay_with_python(seen):
     args = AttentionArgs(*map(in_one_batch, leaves), None, bias, None, None, 0.0, False, 0.25, launches=prepared.launches)
     out, lse = OPS.launchers("short").forward(args)
     call = (*leaves, bias, 0.0, False, 0.25, False, None, False, "short")
-    again.offer(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse))
+    replay.record(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse))
     assert len(native.calls) == 0
 
 
@@ -155,6 +155,6 @@ def test_what_stays_with_python(seen):
         args = AttentionArgs(*leaves, None, bias, None, None, 0.0, False, 0.25, launches=prepared.launches)
         out, lse = OPS.launchers("short").forward(args)
         before = len(native.calls)
-        again.offer(prepared, (*leaves, bias, 0.0, False, 0.25, False, None, False, "short"), (*leaves, bias), args, out, lse)
+        replay.record(prepared, (*leaves, bias, 0.0, False, 0.25, False, None, False, "short"), (*leaves, bias), args, out, lse)
         assert (len(native.calls) > before) == taken
         assert problem.host_counts != taken  # what C++ does not take costs host time, by which `auto` chooses

@@ -238,7 +238,7 @@ def test_reasons_not_to(monkeypatch, name, value, reason):
 
 def test_without_a_driver_python_goes_on(monkeypatch):
     monkeypatch.setattr(native, "calls", None)
-    monkeypatch.setattr(native, "_asked", 0)
+    monkeypatch.setattr(native, "_starts", 0)
     monkeypatch.setattr(native, "_build", SimpleNamespace(poll=lambda: SimpleNamespace(has_driver=lambda: False)))
     native.start(lambda: pytest.fail("not ready"))
     assert native.calls is None

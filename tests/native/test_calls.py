@@ -1,4 +1,4 @@
-"""Calls repeated from C++, on a CPU: the launch is a function of this file that computes attention instead of a kernel."""
+"""Calls that C++ replays, on a CPU: the launch is a function of this file that computes attention instead of a kernel."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def assert_close(found, expected):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_a_call_is_made_again_and_no_other(module, launched):
+def test_a_call_is_replayed_and_no_other(module, launched):
     memory = module.Memory()
     tensors = inputs(requires_grad=False)
     assert memory.run(*tensors) is None

@@ -18,11 +18,13 @@ from saccade.engine import prepare
 from saccade.engine.dispatch import Plan
 from saccade.engine.layout import unpack
 from saccade.engine.prepare import Prepared
-from saccade.exact import again
+from saccade.exact import replay
 from saccade.exact.args import AttentionArgs
+from saccade.exact.long import backend as long
+from saccade.exact.long import launchers as long_launchers
+from saccade.exact.long import sm90
 from saccade.exact.op import OPS
 from saccade.exact.problem import describe_attention
-from saccade.exact.ragged import long, long_launchers, sm90
 from saccade.exact.short import backend as short_backend
 from saccade.exact.short import launchers as short_launchers
 from saccade.exact.short import sm90 as short_sm90
@@ -178,7 +180,7 @@ def check(
     names = dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True))
     by_python["backward"] = named(seen.pop(), given | {"out": out, "dout": dout} | names)
     inputs = tuple([*leaves] + ([real] if lengths else []))
-    again.offer(prepared, call, inputs, args, out, lse)
+    replay.record(prepared, call, inputs, args, out, lse)
     assert len(native.calls) == 1
     if lengths:
         assert native.calls.run(*call) is None

@@ -1,4 +1,4 @@
-"""Calls repeated from C++ on a GPU: in every case of the contract bitwise the same as from Python."""
+"""Calls that C++ replays on a GPU: in every case of the contract bitwise the same as from Python."""
 
 from __future__ import annotations
 

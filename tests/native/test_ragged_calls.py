@@ -1,4 +1,4 @@
-"""Packed batches that C++ launches again: its arguments equal those of Python's launch, for other numbers of tokens and sequences too."""
+"""Packed batches that C++ replays: its arguments equal those of Python's launch, for other numbers of tokens and sequences too."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from recorded_triton import Compiled, number_of, recording
 
 import saccade
 from saccade import native
-from saccade.exact import op_again
+from saccade.exact import op_replay
 from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import launches
-from saccade.exact.varlen import again
+from saccade.exact.varlen import replay
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
 from saccade.exact.varlen.op import OPS
@@ -174,7 +174,7 @@ def test_gradients(seen, lengths, others, kernels):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 def test_ops_of_compiled_programs(seen, lengths, others, kernels, dropout_p, monkeypatch):
     """Forward and backward below autograd: the first batch is Python's, and others of its kind are C++'s."""
-    monkeypatch.setattr(op_again, "may_offer", lambda *given: native.calls is not None)
+    monkeypatch.setattr(op_replay, "may_record", lambda *given: native.calls is not None)
 
     def computed(given, by_python=False):
         (query, key, value), ends, _, longest, _ = given
@@ -212,7 +212,7 @@ def test_ops_of_compiled_programs(seen, lengths, others, kernels, dropout_p, mon
 
 
 def test_ops_with_a_bias_stay_with_python(seen, monkeypatch):
-    monkeypatch.setattr(op_again, "may_offer", lambda *given: native.calls is not None)
+    monkeypatch.setattr(op_replay, "may_record", lambda *given: native.calls is not None)
     (query, key, value), ends, *_ = batch([5, 9, 1])
     bias = torch.randn(HEADS, 9, 9).half()
     call = (query, key, value, ends, ends, bias, None, 9, 9, 0.0, 0, 0.25)
@@ -336,10 +336,10 @@ def test_a_capture_is_left_to_python(seen, monkeypatch):
     """In a graph host time does not count, and Python then takes other launches."""
     given = batch([5, 9, 1])
     assert run(seen, given)
-    call = again.call_of((*given[0], *given[1:], 0.0, FULL, None, False, None, None, False, "ragged"), None)
-    assert again.made(call) is not None
+    call = replay.call_of((*given[0], *given[1:], 0.0, FULL, None, False, None, None, False, "ragged"), None)
+    assert replay.replayed(call) is not None
     monkeypatch.setattr(recorded_triton, "capturing", [1])
-    assert again.made(call) is None
+    assert replay.replayed(call) is None
 
 
 @pytest.mark.parametrize("window", [(3, 3), (3, 4), (None, 2)], ids=str)
@@ -361,7 +361,7 @@ def test_a_window_is_left_to_python(seen, window):
 def test_ops_with_a_window_are_left_to_python(seen, monkeypatch):
     """Compiled programs call ops, whose calls C++ replays too."""
     asked = []
-    monkeypatch.setattr(op_again, "made", asked.append)
+    monkeypatch.setattr(op_replay, "replayed", asked.append)
     tensors, ends, _, longest, _ = batch([5, 9, 1])
     call = (*tensors, ends, ends, None, None, longest, longest, 0.0, FULL, 0.25, "reference")
     (plain, lse), (windowed, _) = (torch.ops.saccade.attention_varlen_forward(*call, *window) for window in ((), (2, -1)))

@@ -17,7 +17,7 @@ from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.bits import recompute_selection
 from saccade.nm_sparse.fused.backend import MMA_SP
 from saccade.nm_sparse.problem import MAX_DENSE, describe_nm_sparse
-from saccade.nm_sparse.standin import STAND_IN
+from saccade.nm_sparse.reference_launchers import REFERENCE_LAUNCHERS
 
 BACKENDS = ["reference", "masked"]
 
@@ -183,10 +183,12 @@ def test_scores_of_one_row_have_no_query():
 def test_what_takes_over_where_no_kernel_compiles_selects_the_same():
     query, key, value = (torch.randn(1, 2, 40, 16, device=DEVICE) for _ in range(3))
     args = NMSparseArgs(query, key, value, *[None] * 4, 2, 4, 0.0, True, 0.25, 4, 8)
-    ours, theirs = (found.forward(args, True) for found in (STAND_IN, op.launchers("masked")))
+    ours, theirs = (found.forward(args, True) for found in (REFERENCE_LAUNCHERS, op.launchers("masked")))
     assert torch.equal(ours[2], theirs[2])
     dout = torch.randn_like(query)
-    gradients = [found.backward(args, dout, None, *theirs, bias_grad=False) for found in (STAND_IN, op.launchers("masked"))]
+    gradients = [
+        found.backward(args, dout, None, *theirs, bias_grad=False) for found in (REFERENCE_LAUNCHERS, op.launchers("masked"))
+    ]
     for x, y in zip((*ours[:2], *gradients[0][:3]), (*theirs[:2], *gradients[1][:3]), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 

@@ -691,7 +691,7 @@ def test_which_blocks_are_split(blocks, tiles, plan):
     found = last_wave.split(blocks, 132, tiles)
     assert tuple(found) == plan
     assert found.pieces <= -(-blocks // 132) * 132
-    ends = [tiles * part // found.parts for part in range(found.parts + 1)]  # as `Work` has them
+    ends = [tiles * part // found.parts for part in range(found.parts + 1)]  # as `QueryBlock` has them
     assert all(end - begin >= 2 for begin, end in itertools.pairwise(ends))
 
 

@@ -20,7 +20,7 @@ import saccade
 from saccade import InvalidArgument
 from saccade.engine import dispatch, lengths
 from saccade.exact.short import config
-from saccade.launch import aside
+from saccade.launch import disabled
 from saccade.launch.cache import LaunchCache
 from tools.soak import leaks
 from tools.soak.__main__ import app
@@ -167,13 +167,13 @@ def test_every_cache_of_functions_is_bounded_or_finite():
 
 
 def test_failures_of_ever_new_shapes_are_bounded(monkeypatch):
-    monkeypatch.setattr(aside, "_aside", {})
-    monkeypatch.setattr(aside, "_warned", {"it fails"})
-    for n in range(aside._MOST + 10):
-        aside.set_aside(("short", n), "sdpa", RuntimeError("it fails"))
-    assert len(aside._aside) == aside._MOST
-    assert aside.failure_of(("short", 9)) is None
-    assert aside.failure_of(("short", aside._MOST + 9)) is not None
+    monkeypatch.setattr(disabled, "_disabled", {})
+    monkeypatch.setattr(disabled, "_warned", {"it fails"})
+    for n in range(disabled._MOST + 10):
+        disabled.disable(("short", n), "sdpa", RuntimeError("it fails"))
+    assert len(disabled._disabled) == disabled._MOST
+    assert disabled.failure_of(("short", 9)) is None
+    assert disabled.failure_of(("short", disabled._MOST + 9)) is not None
 
 
 def test_configurations_and_texts_are_bounded():

@@ -36,7 +36,7 @@ FAMILIES = {
         ("exact/test_ragged.py", "exact/test_varlen.py", "exact/test_tokens.py", _BINARIES),
         (("attention", "ragged", 256, 12, 128, 128, 64), ("attention_varlen", "ragged", 1024, 12, 100, 100, 64)),
     ),
-    "exact/ragged/long": Family(
+    "exact/long": Family(
         ("exact/test_long.py", "exact/test_long_emulated.py", _BINARIES), (("attention", "long", 128, 12, 197, 197, 64),)
     ),
     "exact/shared_bias": Family(("exact/test_shared_bias.py",), ()),

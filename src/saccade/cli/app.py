@@ -159,9 +159,9 @@ def explain(
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Show which backend and configuration a call would use, and why not each of the others. Allocates nothing."""
-    from saccade.cli.explain import Call, answer
+    from saccade.cli.explain import DescribedCall, answer
 
-    call = Call(
+    call = DescribedCall(
         op.value, batch, heads, heads if hkv is None else hkv, tq, tq if tk is None else tk, dim, dtype.value, causal, lengths, dropout, mask, bias, bias_grad, grad, lse,
         keep, documents, pattern, blocks, sinks, window, dense_first, dense_recent,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from saccade.cli.device import device_of, dtype_of
 from saccade.dynamic_mask.problem import DynamicMaskProblem
 from saccade.engine.dispatch import explain, verdicts
 from saccade.engine.operation import Operation
-from saccade.engine.problem import Problem, made_again
+from saccade.engine.problem import Problem, replayable
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of, assumed, has_package
 from saccade.nm_sparse.problem import BLOCK
@@ -25,7 +25,7 @@ from saccade.operations import OPERATIONS
 
 
 @dataclass(frozen=True)
-class Call:
+class DescribedCall:
     """A call in numbers; `mask` and `bias` are shapes written as 1x8x128x128.
 
     is_causal: None for the default of the operation. keep, documents, sinks: only for `dynamic_mask_attention`. pattern, blocks,
@@ -58,7 +58,7 @@ class Call:
     dense_recent: int = 0
 
 
-# the operations that take an argument which not all take; in the others, any value except that of an empty `Call` is an error
+# the operations that take an argument which not all take; in the others, any value except that of an empty `DescribedCall` is an error
 _DENSE = ("attention", "nm_sparse_attention")
 _BIASED = (*_DENSE, "attention_varlen")
 _TAKEN_BY = {
@@ -82,7 +82,7 @@ _TAKEN_BY = {
 _MOST_NUMBERS = 2**60
 
 
-def answer(call: Call, device: str | None, arch: int | None, as_json: bool = False) -> str:
+def answer(call: DescribedCall, device: str | None, arch: int | None, as_json: bool = False) -> str:
     """The text that `saccade.explain` would print on `device`, or on a GPU of compute capability `arch`; or the same as one JSON
     object."""
     problem = _problem_on(call, device, arch)
@@ -109,7 +109,7 @@ def _software_of_another_machine() -> Iterator[None]:
         yield
 
 
-def _problem_on(call: Call, device: str | None, arch: int | None) -> Problem | DynamicMaskProblem:
+def _problem_on(call: DescribedCall, device: str | None, arch: int | None) -> Problem | DynamicMaskProblem:
     if arch is None:
         return problem_of(call, device_of(device))
     if device is not None:
@@ -117,13 +117,13 @@ def _problem_on(call: Call, device: str | None, arch: int | None) -> Problem | D
     if not 70 <= arch < 200:
         raise InvalidArgument(f"arch is {arch}; it is a compute capability times ten, 80 for sm_80; allowed are 70 to 199")
     problem = _placed(problem_of(call, torch.device("cpu")), torch.device("cuda", 0), arch)
-    if isinstance(problem, Problem) and made_again(problem):
+    if isinstance(problem, Problem) and replayable(problem):
         # in a program every call but the first is replayed from C++
         problem = replace(problem, host_counts=False)
     return problem
 
 
-def problem_of(call: Call, device: torch.device) -> Problem | DynamicMaskProblem:
+def problem_of(call: DescribedCall, device: torch.device) -> Problem | DynamicMaskProblem:
     """The description of this call on a device, made with meta tensors, which have every property except data."""
     _candidates(call)
     _refuse_foreign(call)
@@ -145,7 +145,7 @@ def problem_of(call: Call, device: torch.device) -> Problem | DynamicMaskProblem
 
 
 def _arguments(
-    call: Call, operation: Operation, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None
+    call: DescribedCall, operation: Operation, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None
 ) -> dict[str, Any]:
     """Every argument that the description of an operation may take, by its name there."""
     if call.keep is None and "keep" in operation.everyday:
@@ -163,7 +163,7 @@ def _arguments(
     }  # fmt: skip
 
 
-def _window_of(call: Call) -> dict[str, Any]:
+def _window_of(call: DescribedCall) -> dict[str, Any]:
     keys = call.operation == "dynamic_mask_attention"
     if call.window is None:
         return {"window": 0 if keys else None}
@@ -180,21 +180,21 @@ def _placed(problem: Any, device: torch.device, arch: int) -> Any:
     return replace(problem, device_type=device.type, arch=arch, **index)
 
 
-def _refuse_foreign(call: Call) -> None:
-    defaults = {field.name: field.default for field in fields(Call)}
+def _refuse_foreign(call: DescribedCall) -> None:
+    defaults = {field.name: field.default for field in fields(DescribedCall)}
     for name, operations in _TAKEN_BY.items():
         if call.operation not in operations and getattr(call, name) != defaults[name]:
             owners = f"{' and '.join(operations)} {'has' if len(operations) == 1 else 'have'}"
             raise InvalidArgument(f"{name} is {getattr(call, name)!r}; {call.operation} has no such argument, {owners}")
 
 
-def _candidates(call: Call):
+def _candidates(call: DescribedCall):
     if call.operation not in OPERATIONS:
         raise InvalidArgument(f"op is {call.operation!r}; allowed are {', '.join(map(repr, OPERATIONS))}")
     return OPERATIONS[call.operation].backends
 
 
-def _mask_of(call: Call, dtype: torch.dtype) -> torch.Tensor | None:
+def _mask_of(call: DescribedCall, dtype: torch.dtype) -> torch.Tensor | None:
     if call.mask is not None and call.bias is not None:
         raise InvalidArgument(f"mask {call.mask!r} and bias {call.bias!r} are both given; a call takes one of them")
     if call.mask is not None:

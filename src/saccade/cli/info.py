@@ -12,7 +12,7 @@ import torch
 
 from saccade import __version__, native
 from saccade.cli.device import describe
-from saccade.cli.explain import Call, problem_of
+from saccade.cli.explain import DescribedCall, problem_of
 from saccade.compiled import kernels, libraries
 from saccade.engine.dispatch import why_not
 from saccade.env import interpreting_triton
@@ -39,7 +39,7 @@ def backends_on(device: torch.device) -> dict[str, dict[str, list[str]]]:
     V100 would be told of its own kernels that they need float16, and every GPU that those for padded rows need lengths.
     """
     dtype = "bf16" if device.type == "cuda" else "fp32"
-    call = Call(batch=32, heads=8, kv_heads=8, q_len=64, kv_len=64, head_dim=64, dtype=dtype)
+    call = DescribedCall(batch=32, heads=8, kv_heads=8, q_len=64, kv_len=64, head_dim=64, dtype=dtype)
     found = {}
     for name, operation in OPERATIONS.items():
         plain = replace(call, operation=name, **operation.everyday)

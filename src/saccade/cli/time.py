@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.cli.device import describe, device_of
-from saccade.cli.explain import Call, problem_of
+from saccade.cli.explain import DescribedCall, problem_of
 from saccade.engine.dispatch import verdicts, why_not
 from saccade.engine.prepare import wait_for_known_calls
 from saccade.engine.problem import Problem
@@ -178,7 +178,7 @@ def _problem(task: Task, device: torch.device) -> Problem:
     if device.type == "cuda" and not has_package("triton"):
         raise SaccadeError("calls on a GPU are timed by Triton's do_bench, and Triton is not installed: pip install triton")
     shape = {"row": (task.batch, 1, 1, task.kv_len), "full": (task.batch, 1, task.q_len, task.kv_len)}.get(task.mask)
-    call = Call(
+    call = DescribedCall(
         "attention", *sizes, dtype=task.dtype if task.dtype is not None else "bf16" if device.type == "cuda" else "fp32", is_causal=task.is_causal,
         lengths=task.mask == "lengths", dropout_p=task.dropout_p, mask=None if shape is None else "x".join(map(str, shape)),
         needs_grad=task.backward,

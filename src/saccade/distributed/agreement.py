@@ -24,7 +24,7 @@ _MOST = 2**62  # a larger keep (sinks, window) keeps every key too, and must fit
 
 
 @dataclass(frozen=True)
-class Call:
+class AgreedCall:
     """The arguments that must be alike on all ranks, except for `tokens`, the length of a rank's shard. An empty call says that the
     rank has refused its arguments."""
 
@@ -139,7 +139,7 @@ class Agreement:
         return host.tolist()
 
 
-def told(call: Call, device: torch.device, fault: int = 0) -> Tensor:
+def told(call: AgreedCall, device: torch.device, fault: int = 0) -> Tensor:
     """The message of a rank to the others, int64 `[16]`: the call, and a number for what is wrong with it."""
     return _on_device((*call.numbers(), fault), device).clone()
 
@@ -157,7 +157,7 @@ def fault_of(scores: Tensor, document_ids: Tensor | None) -> Tensor:
 
 def refuse(group: Any, rank: int, ranks: int, device: torch.device) -> None:
     """Tell all ranks that this one refuses its arguments; the caller raises."""
-    Agreement(group, rank, ranks, told(Call(), device, _REFUSED))._rows()
+    Agreement(group, rank, ranks, told(AgreedCall(), device, _REFUSED))._rows()
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from saccade.distributed.agreement import Agreement, Call, refuse, told
+from saccade.distributed.agreement import AgreedCall, Agreement, refuse, told
 from saccade.distributed.candidates import Always, offer, ranked
 from saccade.distributed.exchange import Extended, Plan, extend
 from saccade.distributed.groups import group_of
@@ -184,7 +184,7 @@ def _refuse_offsets(cu_seqlens: Tensor | None) -> None:
         )
 
 
-def _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa, sinks, window) -> Call:
+def _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa, sinks, window) -> AgreedCall:
     """The call of this rank, its arguments checked."""
     for name, x in (("query", query), ("key", key), ("value", value), ("key_scores", key_scores)):
         if is_dtensor(x):
@@ -197,7 +197,7 @@ def _describe(query, key, value, key_scores, keep, document_ids, add_scores, sca
         raise InvalidArgument(
             f"query has {problem.q_len} tokens, key {problem.kv_len}; each rank gives the queries and the keys of its own stretch"
         )
-    return Call(
+    return AgreedCall(
         check_keep(keep), problem.batch, problem.heads, problem.kv_heads, problem.head_dim, problem.value_dim, problem.dtype, key_scores.dtype,
         problem.scale, problem.add_scores, document_ids is not None, needed, check_count("sinks", sinks, 0), check_count("window", window, 0),
         problem.q_len,

@@ -178,7 +178,7 @@ def _attend(query, key, value, key_scores, lengths, document_ids, prepared: Prep
         if found is not None:
             return found
     rule = (problem.keep, problem.q_len, problem.is_causal, lengths, document_ids, problem.sinks, problem.window)
-    return _select_and_attend(query, key, value, (key_scores, *rule), watched, problem, prepared.asked)
+    return _select_and_attend(query, key, value, (key_scores, *rule), watched, problem, prepared.op_name)
 
 
 def _at_once(problem: DynamicMaskProblem) -> bool:
@@ -201,7 +201,7 @@ def _on_shards(query, key, value, key_scores, lengths, document_ids, cu_seqlens,
 def _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared: Prepared):
     """(out, lse, faulty) from a backend that selects and attends in one call; None where it has no such call or it does not
     compile."""
-    problem, backend = prepared.problem, prepared.asked
+    problem, backend = prepared.problem, prepared.op_name
     options = CausalOptions(problem.add_scores, problem.keep, problem.scale, backend)
     run = CausalDynamicMask.unrecorded
     if problem.needs_grad:

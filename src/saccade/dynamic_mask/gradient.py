@@ -15,7 +15,7 @@ from saccade.engine.gradient import function
 from saccade.engine.ranges import shown_as_ours
 from saccade.engine.saved import save, saved
 from saccade.engine.tracing import eager
-from saccade.launch.aside import FAILURES
+from saccade.launch.disabled import FAILURES
 
 
 class CausalOptions(NamedTuple):

@@ -26,8 +26,8 @@ from saccade.engine.switch import is_disabled
 from saccade.engine.tracing import eager, register
 from saccade.errors import CompileError
 from saccade.hardware import arch_of
-from saccade.launch.aside import FAILURES, failure_of, set_aside
 from saccade.launch.cache import LaunchCache
+from saccade.launch.disabled import FAILURES, disable, failure_of
 from saccade.launch.requirements import triton_reasons
 from saccade.native.compiler import no_compiler
 from saccade.nvrtc import give_up
@@ -106,7 +106,7 @@ def _ranked(family: str, entry: str, *call: Any) -> Any:
     except FAILURES as error:
         if isinstance(error, CompileError) and give_up(error):
             return _ranked(family, entry, *call)
-        set_aside(what, "selection in plain torch", error)
+        disable(what, "selection in plain torch", error)
         return None
 
 

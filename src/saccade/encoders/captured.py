@@ -81,7 +81,7 @@ class Inside:
         arguments = inputs.arguments("token_type_ids" in self.served.signature.parameters)
         if not types and "token_type_ids" in arguments:
             arguments["token_type_ids"] = torch.zeros_like(arguments["token_type_ids"])
-        found = self.served.run_fused(arguments, Borders(inputs.ends, min(columns, size)))
+        found = self.served.run_fused(arguments, Borders(inputs.ends, min(inputs.longest, size)))
         # rows behind the last token go to one more place, which is cut off
         real = torch.arange(size, device=found.device) < inputs.ends[-1]
         places = inputs.numbers[PLACES].where(real, rows * columns)
@@ -141,7 +141,7 @@ class _Step:
     def __init__(self, served: Any, batch: Batch, size: int, device: torch.device):
         from saccade.encoders.graphs import Inputs
 
-        self.device, self.static, self.inputs = device, _Static(batch, device), Inputs(size, device)
+        self.device, self.static, self.inputs = device, _Static(batch, device), Inputs(size, device, batch["input_ids"].shape[1])
         self.inside = Inside(served, self.static.tensors, self.inputs)
         self.outputs: Any = None
         self.bytes = 0

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.encoders.capacity import capacity
+from saccade.encoders.capacity import size_of
 from saccade.encoders.packing import Packed, unpack
 
 _MOST_SLOTS = 4  # forwards whose backward has not come yet; losses of sentence-transformers have two to four
@@ -31,7 +31,7 @@ class Gpu:
         """The padded rows of a batch, and what was pooled of them, if anything was."""
         served = self.served
         trains = torch.is_grad_enabled() and bool(served.state.parameters)
-        graph = self.graph(state, capacity(max(batch.tokens, batch.shape[0])), trains)  # rows may be empty, and each has an end
+        graph = self.graph(state, size_of(batch.tokens, batch.shape[0], batch.longest, served.most), trains)
         if graph is None:
             served.last = f"unpadded: {served.failed or 'every captured forward waits for its backward'}"
             return served._eager(batch, self.device), None

@@ -25,11 +25,11 @@ class Inputs:
     """The memory from which a graph reads a batch of up to `capacity` tokens, with a pinned twin on the host.
 
     One allocation holds `numbers` (ids, positions, types and places, int64 `[4, capacity]`), then `ends`, int32 `[capacity + 1]`, behind the last
-    sequence the number of tokens: one copy brings a batch.
+    sequence the number of tokens: one copy brings a batch. longest: a bound of the tokens of each sequence.
     """
 
-    def __init__(self, capacity: int, device: torch.device):
-        self.capacity = capacity
+    def __init__(self, capacity: int, device: torch.device, longest: int):
+        self.capacity, self.longest = capacity, longest
         length = 4 * capacity + (capacity + 2) // 2
         with torch.inference_mode(False):
             self.memory = torch.zeros(length, dtype=torch.int64, device=device)

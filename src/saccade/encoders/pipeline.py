@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.encoders.attention import Borders
-from saccade.encoders.capacity import capacity
+from saccade.encoders.capacity import size_of
 from saccade.encoders.packing import IDS, PLACES, POSITIONS, TYPES, Packed
 from saccade.encoders.tokens import Chunk
 from saccade.errors import InvalidArgument
@@ -114,7 +114,7 @@ def embed(served: Any, pool: Callable[[Tensor, Tensor], Tensor], batch: Packed) 
         device, watched = served.state.tensors[0].device, served.state.watched
         if device.type == "cuda" and not watched and not served.failed:
             gpu = served._graphs_on(device)
-            graph = gpu.graph(state, capacity(max(batch.tokens, rows)), False)
+            graph = gpu.graph(state, size_of(batch.tokens, rows, batch.longest, served.most), False)
             if graph is not None:
                 gpu.turns.take(device)
                 hidden, *pooled = graph(batch)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saccade.encoders import attention, families
 from saccade.encoders.attention import Borders
-from saccade.encoders.capacity import capacity
+from saccade.encoders.capacity import Size, size_of
 from saccade.encoders.captured import Inside, running
 from saccade.encoders.fused import Fusion
 from saccade.encoders.gpu import Gpu
@@ -355,17 +355,21 @@ class Served(Encoder):
             return f"packed, computed without graphs: {self.failed}"
         return "packed, replayed from CUDA graphs" + (f"; {self.fusion.describe()}" if self.fusion is not None else "")
 
-    def inputs(self, size: int, device: torch.device) -> Any:
-        """The memory of a capacity."""
+    @property
+    def most(self) -> int:
+        """Tokens that a sequence may have."""
+        return int(getattr(self.model.config, "max_position_embeddings", 2**14) or 2**14)
+
+    def inputs(self, size: Size, device: torch.device) -> Any:
+        """The memory of a graph of a size."""
         from saccade.encoders.graphs import Inputs
 
-        return Inputs(size, device)
+        return Inputs(size.tokens, device, size.longest)
 
     def outputs(self, inputs: Any) -> tuple[Tensor, ...]:
         """The last layer of packed tokens, and what is pooled of them if nobody wants a gradient."""
-        longest = int(getattr(self.model.config, "max_position_embeddings", 2**14) or 2**14)
         arguments = inputs.arguments("token_type_ids" in self.signature.parameters)
-        rows = self.run_fused(arguments, Borders(inputs.ends, min(longest, inputs.capacity)))
+        rows = self.run_fused(arguments, Borders(inputs.ends, min(inputs.longest, inputs.capacity)))
         return (rows,) if self.pool is None or torch.is_grad_enabled() else (rows, self.pool(rows, inputs.ends))
 
     def prepare(self, tokens: int, train: bool) -> None:
@@ -374,4 +378,4 @@ class Served(Encoder):
             state = self.current_state()
             device = self.state.tensors[0].device
             if device.type == "cuda":
-                self._graphs_on(device).make(state, capacity(tokens), train)
+                self._graphs_on(device).make(state, size_of(tokens, 1, 1, self.most), train)

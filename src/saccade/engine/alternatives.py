@@ -17,14 +17,14 @@ from saccade.engine import prepare
 from saccade.engine.backend import Backend
 from saccade.engine.tracing import load
 from saccade.errors import CompileError
-from saccade.launch.aside import FAILURES, failure_of, set_aside
+from saccade.launch.disabled import FAILURES, disable, failure_of
 from saccade.nvrtc import give_up
 
 
 class Alternatives:
     """The launchers of one operation.
 
-    following: names of the backends that take over, in order. stand_in: launchers of the reference.
+    following: names of the backends that take over, in order. reference: launchers of the reference.
     join: `(alternatives, chain) -> launchers` whose entries try the backends of a chain in turn, by `attempt`.
     """
 
@@ -33,27 +33,27 @@ class Alternatives:
         operation: str,
         backends: tuple[Backend, ...],
         following: tuple[str, ...],
-        stand_in: Any,
+        reference: Any,
         join: Callable[[Alternatives, tuple[str, ...]], Any],
     ):
         self.operation, self.following, self.join = operation, following, join
         self._backends = {backend.name: backend for backend in backends}
-        self._stand_in = stand_in
+        self._reference = reference
         self._known: dict[str, Any] = {}
 
     def launchers(self, name: str) -> Any:
         """The launchers of the backend `name`. With "auto:" before the name they fall back to other backends."""
         found = self._known.get(name)
         if found is None:
-            asked, _, own = name.rpartition(":")
+            by_auto, _, own = name.rpartition(":")
             chain = (own, *(other for other in self.following if other != own))
-            found = self._known[name] = self.join(self, chain) if asked else self.of(own)
+            found = self._known[name] = self.join(self, chain) if by_auto else self.of(own)
         return found
 
     def of(self, name: str) -> Any:
         """The launchers of one backend, which runs or raises."""
         backend = self._backends[name]
-        return self._stand_in if backend.is_reference else load(backend)
+        return self._reference if backend.is_reference else load(backend)
 
     def attempt(self, chain: tuple[str, ...], query: Tensor, key: Tensor, run: Callable[[Any], Any]) -> Any:
         """`run(launchers)` with the first backend of the chain whose kernels compile."""
@@ -66,7 +66,7 @@ class Alternatives:
             except FAILURES as error:
                 if following is None:
                     raise
-                set_aside(what, f"backend {following!r}", error)
+                disable(what, f"backend {following!r}", error)
                 prepare.forget()
         raise AssertionError("the last of a chain runs or raises")
 

@@ -37,7 +37,7 @@ class Backend:
     `is_reference`: it defines the meaning of the operation; it is slow and takes O(Tq * Tk) memory.
     `is_torch`: it computes by torch's operations alone, so it runs while saccade is disabled.
     `form` gives the kernels and configurations that run a call, made by the function that its launchers ask; `explain` prints it.
-    `describe_launches` and `describe_backward` describe the launches of a call that was made, so that C++ can make it again; None
+    `describe_launches` and `describe_backward` describe the launches of a call that Python made, so that C++ can replay it; None
         where it cannot.
     `limits` says up to which sizes a batch of packed tokens is one launch, as `saccade.native` checks it.
     `takes_as_it_is` says whether torch's function may be called with the tensors unchanged.

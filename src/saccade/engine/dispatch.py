@@ -12,7 +12,7 @@ from saccade.engine.backend import Backend
 from saccade.engine.rule import Rule
 from saccade.engine.switch import REASON
 from saccade.errors import InvalidArgument, UnsupportedProblem
-from saccade.launch.aside import failure_of
+from saccade.launch.disabled import failure_of
 
 _logger = logging.getLogger("saccade")
 
@@ -80,7 +80,7 @@ def why_not(backend: Backend, problem: Any) -> list[str]:
 class Verdict(NamedTuple):
     """The dispatcher's verdict on one backend.
 
-    state: "chosen", "cannot", "set aside" (a kernel of it failed), "by name only" or "not preferred". reasons: sentences; for the chosen
+    state: "chosen", "cannot", "disabled" (a kernel of it failed), "by name only" or "not preferred". reasons: sentences; for the chosen
     backend what it is, its configuration, and the rule by which it is taken.
     """
 
@@ -108,7 +108,7 @@ def _verdict(b: Backend, problem: Any) -> Verdict:
     if reasons := why_not(b, problem):
         return Verdict(b.name, "cannot", reasons)
     if failed := _failed(b, problem):
-        return Verdict(b.name, "set aside", [failed])
+        return Verdict(b.name, "disabled", [failed])
     if by_name_only := b.by_name_only(problem):
         return Verdict(b.name, "by name only", [by_name_only])
     if b.prefers(problem):
@@ -120,7 +120,7 @@ def _verdict(b: Backend, problem: Any) -> Verdict:
 
 _LINES = {
     "cannot": "     {}: cannot: {}",
-    "set aside": "     {}: set aside: {}",
+    "disabled": "     {}: disabled: {}",
     "by name only": "     {}: could, by name only: {}",
     "not preferred": "     {}: could, but {}",
 }
@@ -143,7 +143,7 @@ def _runnable(candidates: tuple[Backend, ...], problem: Any) -> list[Backend]:
 
 
 def _failed(backend: Backend, problem: Any) -> str:
-    """Why a backend was set aside for calls of this shape; an empty string if it was not."""
+    """Why a backend was disabled for calls of this shape; an empty string if it was not."""
     batch = getattr(problem, "batch_shape", None) or (problem.batch,)
     query = (*batch, problem.heads, problem.q_len, problem.head_dim)
     key = (*batch, problem.kv_heads, problem.kv_len, problem.head_dim)

@@ -27,18 +27,18 @@ _MAX_PREPARED = 4096
 class Prepared:
     """A described call and the backend that runs it, as its plan says.
 
-    asked: the backend as ops name it, with "auto:" before its name where another may take its place.
-    offered: whether C++ was told of the call (`saccade.native`).
+    op_name: the backend as ops name it, with "auto:" before its name where another may take its place.
+    recorded: whether C++ has the launches of the call (`saccade.native`).
     launches: what the launchers of the backend have worked out for calls of this signature. Each entry is keyed by whatever else
         it depends on (the alignment of addresses, the layout of an incoming gradient).
     """
 
-    __slots__ = ("asked", "backend", "launches", "offered", "problem")
+    __slots__ = ("backend", "launches", "op_name", "problem", "recorded")
 
     def __init__(self, plan: Plan):
         # read at every call that Python makes, hence fields of their own
-        self.problem, self.backend, self.asked = plan.problem, plan.backend, plan.op_name
-        self.launches, self.offered = LaunchCache(), False
+        self.problem, self.backend, self.op_name = plan.problem, plan.backend, plan.op_name
+        self.launches, self.recorded = LaunchCache(), False
 
 
 class Part(NamedTuple):
@@ -109,7 +109,7 @@ def prepare(
 
 
 def forget() -> None:
-    """Forget every prepared call, so that backends are chosen anew: one of them was set aside."""
+    """Forget every prepared call, so that backends are chosen anew: one of them was disabled."""
     _PREPARED.clear()
     native.forget()
 
@@ -125,7 +125,7 @@ def metadata(tensor: Tensor) -> tuple:
 
 
 def wait_for_known_calls(device: torch.device | str, seconds: float = 120.0) -> bool:
-    """Wait until calls that were made before are made again from C++, so that times are those of later calls too; whether they are.
+    """Wait until C++ replays calls, so that times are those of later calls too; whether it does.
 
     On a machine's first use C++ is compiled in the background, for some 20 s, while Python makes every call. False without a GPU or a compiler,
     and where it takes longer than `seconds`.

@@ -64,7 +64,7 @@ class Problem:
     windows: int = 0
     # of keys around each query; None where it hides nothing
     window: Window | None = None
-    # False where the call is compiled, captured or repeated by C++
+    # False where the call is compiled, captured or replayed by C++
     host_counts: bool = True
     # False where the call is compiled or captured; for kernels that C++ cannot launch
     python_counts: bool = True
@@ -153,7 +153,7 @@ def describe(
     heads, kv_heads = check_shapes(query, key, value, enable_gqa)
     mask = check_mask(query, key, attn_mask, is_causal, heads)
     check_lengths(query, lengths)
-    head_dim, counts = query.shape[-1], not replayed(query)
+    head_dim, counts = query.shape[-1], not compiled_or_captured(query)
     problem = Problem(
         operation=operation,
         batch_shape=tuple(query.shape[:-3]),
@@ -183,13 +183,13 @@ def describe(
         host_counts=counts,
         python_counts=counts,
     )
-    return repeated_by_cpp(problem, attn_mask)
+    return replayed_by_cpp(problem, attn_mask)
 
 
-def repeated_by_cpp(problem: Problem, attn_mask: Tensor | None) -> Problem:
-    """The problem, of which host time does not count where C++ repeats such calls."""
+def replayed_by_cpp(problem: Problem, attn_mask: Tensor | None) -> Problem:
+    """The problem; its host time does not count if C++ replays such calls."""
     # checked last, so that no compiled graph depends on whether the C++ path is there
-    if not problem.host_counts or native.calls is None or not made_again(problem):
+    if not problem.host_counts or native.calls is None or not replayable(problem):
         return problem
     if problem.mask == "bias" and attn_mask is not None and shares_memory(attn_mask):
         return problem  # C++ takes no expanded bias
@@ -206,14 +206,14 @@ def shape_of_mask(mask: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def made_again(problem: Problem) -> bool:
-    """Whether C++ can repeat such a call (`saccade.native`)."""
+def replayable(problem: Problem) -> bool:
+    """Whether C++ can replay such a call (`saccade.native`)."""
     if problem.mask == "bias" and problem.heads != problem.kv_heads:
         return False  # the gradient of a bias leaves dK and dV of each query head, which Python adds up
     return problem.rank == 4 and not problem.return_lse and problem.window is None and not problem.key_mask
 
 
-def replayed(tensor: Tensor) -> bool:
+def compiled_or_captured(tensor: Tensor) -> bool:
     """Whether the call is compiled or captured in a CUDA graph, so that its host time is not paid at each execution."""
     return torch.compiler.is_compiling() or (tensor.is_cuda and captured())
 

@@ -21,7 +21,6 @@ from saccade.engine.prepare import Prepared, traced
 from saccade.engine.sharded import BHTD, Dims, call_on_shards, is_dtensor, placed
 from saccade.engine.window import check_window, ends_of
 from saccade.errors import InvalidArgument
-from saccade.exact.again import offer
 from saccade.exact.args import AttentionArgs, AttentionCall, PackedCall
 from saccade.exact.causal_bias import checked_unbiased, is_causal_bias
 from saccade.exact.cpu import on_a_cpu
@@ -34,6 +33,7 @@ from saccade.exact.problem import (
     in_one_batch,
     with_key_mask,
 )
+from saccade.exact.replay import record
 from saccade.exact.varlen.nested import attention_nested
 
 _PLACED = placed(AttentionCall)
@@ -207,14 +207,14 @@ def attention(
         with uncast(query):
             out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = applied(OPS.separate, problem, chosen.name, *args, prepared.asked, chosen.saves_output)
+        out, lse = applied(OPS.separate, problem, chosen.name, *args, prepared.op_name, chosen.saves_output)
     else:
-        out, lse = OPS.forward(args, prepared.asked)
+        out, lse = OPS.forward(args, prepared.op_name)
     if problem.windows:
         out, lse = by_window(problem, out), None if lse is None else by_window(problem, lse)
-    if query.is_cuda and not prepared.offered and not traced():
+    if query.is_cuda and not prepared.recorded and not traced():
         tensors = (query, key, value, attn_mask, lengths)
-        offer(prepared, call, tuple([x for x in tensors if x is not None]), args, out, lse)
+        record(prepared, call, tuple([x for x in tensors if x is not None]), args, out, lse)
     return (out, lse) if problem.return_lse and lse is not None else out
 
 
@@ -334,11 +334,11 @@ def attention_qkvpacked(
         with uncast(query):
             out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = applied(OPS.packed, problem, chosen.name, qkv, *args[3:], prepared.asked, chosen.saves_output)
+        out, lse = applied(OPS.packed, problem, chosen.name, qkv, *args[3:], prepared.op_name, chosen.saves_output)
     else:
-        out, lse = OPS.forward(args, prepared.asked)
-    if qkv.is_cuda and not prepared.offered and not traced():
-        offer(prepared, call, tuple([x for x in (qkv, attn_mask, lengths) if x is not None]), args, out, lse)
+        out, lse = OPS.forward(args, prepared.op_name)
+    if qkv.is_cuda and not prepared.recorded and not traced():
+        record(prepared, call, tuple([x for x in (qkv, attn_mask, lengths) if x is not None]), args, out, lse)
     out = out.transpose(1, 2)
     return (out, lse) if problem.return_lse and lse is not None else out
 

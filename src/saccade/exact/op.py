@@ -6,13 +6,13 @@ from saccade.engine.flops import pairs_of
 from saccade.engine.layout import HEADS
 from saccade.exact.args import AttentionArgs
 from saccade.exact.backends import BACKENDS
-from saccade.exact.op_again import Replayed, same_layouts
+from saccade.exact.op_replay import OpReplay, same_layouts
 from saccade.exact.ops import Ops
 from saccade.exact.reference import attend
 
 _NAMES = AttentionArgs._fields
-_FORWARD = Replayed(lambda given: (*given, "forward"), _NAMES, ("out", "lse"), same_layouts)
-_BACKWARD = Replayed(
+_FORWARD = OpReplay(lambda given: (*given, "forward"), _NAMES, ("out", "lse"), same_layouts)
+_BACKWARD = OpReplay(
     lambda given: (*given, "backward"),
     ("dout", "dlse", "out", "lse", *_NAMES),
     ("dquery", "dkey", "dvalue", "none", "scratch"),
@@ -22,5 +22,5 @@ _BACKWARD = Replayed(
 OPS = Ops(
     "attention", ("Attention", "AttentionPacked"), AttentionArgs, BACKENDS, HEADS,
     attend=attend, pairs=lambda args: pairs_of(args.query, args.key), shapes=lambda args: (args.query, args.key),
-    replayed=(_FORWARD, _BACKWARD), needs_out=False,
+    replays=(_FORWARD, _BACKWARD), needs_out=False,
 )  # fmt: skip

@@ -21,8 +21,8 @@ from saccade.engine.layout import Rows
 from saccade.engine.namespace import fragment
 from saccade.engine.record import Fields
 from saccade.engine.tracing import eager, register
-from saccade.exact import op_again
-from saccade.exact.op_again import Replayed
+from saccade.exact import op_replay
+from saccade.exact.op_replay import OpReplay
 from saccade.launch.cache import LaunchCache
 from saccade.native.described import Planned
 
@@ -38,7 +38,7 @@ class Ops:
         attend: its meaning in plain torch, `args -> (out, lse)`.
         pairs: `args -> ` pairs of a query and a key, for FLOPs.
         shapes: `args -> (query, key)` whose shapes and dtype a failure is remembered by.
-        replayed: how C++ replays forward and backward.
+        replays: how C++ replays forward and backward.
         needs_out: whether backward always gets the output.
     """
 
@@ -53,17 +53,17 @@ class Ops:
         attend: Callable[[Any], tuple[Tensor, Tensor]],
         pairs: Callable[[Any], int],
         shapes: Callable[[Any], tuple[Any, Any]],
-        replayed: tuple[Replayed, Replayed],
+        replays: tuple[OpReplay, OpReplay],
         needs_out: bool,
     ):
         self.name, self.rows, self.shapes = name, rows, shapes
         self.fields = fields = Fields(record)
         self.record, self.tensors, self.count, self.plain = fields.record, fields.tensors, fields.count, fields.plain
         self.keeps_launches = "launches" in fields.names
-        self.replay_forward, self.replay_backward = replayed
+        self.replay_forward, self.replay_backward = replays
         self.by_name = {backend.name: backend for backend in backends}
-        stand_in = reference_launchers(attend, rows)
-        self.launchers = Alternatives(name, backends, ("reference",), stand_in, self._join).launchers
+        reference = reference_launchers(attend, rows)
+        self.launchers = Alternatives(name, backends, ("reference",), reference, self._join).launchers
         self._define(pairs, "Tensor out" if needs_out else "Tensor? out")
         self.separate = function(functions[0], fields, 2, self._apply, self._apply_backward)
         self.packed = function(functions[1], fields, 2, self._apply, self._apply_packed_backward, rows.unpack)
@@ -151,28 +151,28 @@ class Ops:
     def _forward(self, *given):
         # C++ replays no call with a window: what has defaults is there only where it differs from them
         call = self.replay_forward.call(given) if len(given) == self.plain + 1 else None
-        found = op_again.made(call)
+        found = op_replay.replayed(call)
         if found is not None:
             return found
         arguments, (backend,) = self._apart(given, 1)
-        args, offers = self._args(arguments, call)
+        args, is_recorded = self._args(arguments, call)
         results = self.launchers(backend).forward(args)
-        if offers:
-            self._offer_forward(backend, args, call, results)
+        if is_recorded:
+            self._record_forward(backend, args, call, results)
         return results
 
     def _backward(self, *given):
         call = self.replay_backward.call(given) if len(given) == self.plain + 6 else None
-        found = op_again.made(call)
+        found = op_replay.replayed(call)
         if found is not None:
             return found
         dout, dlse, out, lse = given[:4]
         arguments, (bias_grad, backend) = self._apart(given[4:], 2)
-        args, offers = self._args(arguments, call)
+        args, is_recorded = self._args(arguments, call)
         dq, dk, dv, dbias = self.launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=None)
         results = dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
-        if offers:
-            self._offer_backward(backend, args, call, given, results)
+        if is_recorded:
+            self._record_backward(backend, args, call, given, results)
         return results
 
     def _packed_backward(self, dout, dlse, out, lse, qkv, *call):
@@ -189,24 +189,24 @@ class Ops:
 
     def _args(self, arguments: tuple, call: tuple | None) -> tuple[Any, bool]:
         """The record of a call, and whether it is to be described to C++; launchers then note in it what they work out."""
-        offers = call is not None and op_again.may_offer(call, arguments[0])
-        if offers and self.keeps_launches:
+        is_recorded = call is not None and op_replay.may_record(call, arguments[0])
+        if is_recorded and self.keeps_launches:
             return self.record(*arguments, launches=LaunchCache()), True
-        return self.record(*arguments), offers
+        return self.record(*arguments), is_recorded
 
-    def _offer_forward(self, backend: str, args: Any, call: Any, results: Any) -> None:
+    def _record_forward(self, backend: str, args: Any, call: Any, results: Any) -> None:
         chosen, planned = self.by_name[backend.rpartition(":")[2]], None
-        if chosen.describe_launches is not None and op_again.ran(chosen, *self.shapes(args)):
+        if chosen.describe_launches is not None and op_replay.ran(chosen, *self.shapes(args)):
             launches = chosen.describe_launches(args, *results, self.replay_forward.places(call))
             planned = None if launches is None else Planned(launches)
-        op_again.offer(self.replay_forward, call, results, chosen, args, planned)
+        op_replay.record(self.replay_forward, call, results, chosen, args, planned)
 
-    def _offer_backward(self, backend: str, args: Any, call: Any, given: tuple, results: Any) -> None:
+    def _record_backward(self, backend: str, args: Any, call: Any, given: tuple, results: Any) -> None:
         chosen, planned = self.by_name[backend.rpartition(":")[2]], None
         dout, dlse, out, lse, bias_grad = *given[:4], given[4 + self.plain]
-        if chosen.describe_backward is not None and dlse is None and not bias_grad and op_again.ran(chosen, *self.shapes(args)):
+        if chosen.describe_backward is not None and dlse is None and not bias_grad and op_replay.ran(chosen, *self.shapes(args)):
             planned = chosen.describe_backward(args, dout, out, lse, results[:3], self.replay_backward.places(call))
-        op_again.offer(self.replay_backward, call, results, chosen, args, planned)
+        op_replay.record(self.replay_backward, call, results, chosen, args, planned)
 
     def _fake_forward(self, *given):
         args = self.record(*self._apart(given, 1)[0])

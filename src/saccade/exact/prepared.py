@@ -7,7 +7,7 @@ from torch import Tensor
 from saccade.engine.calls import gradient_needed
 from saccade.engine.kinds import check_kinds
 from saccade.engine.prepare import Prepared, finder, prepare
-from saccade.engine.problem import replayed
+from saccade.engine.problem import compiled_or_captured
 from saccade.exact.args import AttentionCall
 from saccade.exact.backends import BACKENDS
 from saccade.exact.problem import describe_attention, must_broadcast
@@ -22,7 +22,7 @@ def prepare_attention(call: tuple, packed: bool) -> Prepared | None:
     call: in the order of `AttentionCall`.
     """
     needs_grad, query = gradient_needed(*call[:4]), call[0]
-    signed, found = _find(call, packed, needs_grad, isinstance(query, Tensor) and replayed(query))
+    signed, found = _find(call, packed, needs_grad, isinstance(query, Tensor) and compiled_or_captured(query))
     if found is not None:
         return found
     given = AttentionCall(*call)

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from saccade.engine.arguments import check_flag, check_mask, check_tensors
 from saccade.engine.kinds import check_kinds_but_sharded
-from saccade.engine.problem import Problem, describe, repeated_by_cpp, replayed, shape_of_mask
+from saccade.engine.problem import Problem, compiled_or_captured, describe, replayed_by_cpp, shape_of_mask
 from saccade.engine.window import Window, check_alone, check_window, restricting, shown_window
 from saccade.errors import InvalidArgument
 from saccade.exact.args import AttentionArgs, windows_of
 from saccade.exact.causal_bias import is_causal_bias
 from saccade.hardware import arch_of
+
+SHORT_TOKENS = 128  # the most tokens of the backend `short`; `long` takes longer rows, and shorter ones too
 
 
 def describe_attention(
@@ -45,16 +47,16 @@ def describe_attention(
     )  # fmt: skip
     if window is not None:
         check_alone(window, "attn_mask", attn_mask)
-        # C++ repeats no call with a window
-        return replace(problem, window=restricting(window, problem.is_causal), host_counts=not replayed(query))
+        # C++ replays no call with a window
+        return replace(problem, window=restricting(window, problem.is_causal), host_counts=not compiled_or_captured(query))
     if key_mask is not None:
-        # C++ repeats no call with a bias and a mask of keys
-        problem = replace(problem, key_mask=True, host_counts=not replayed(query))
+        # C++ replays no call with a bias and a mask of keys
+        problem = replace(problem, key_mask=True, host_counts=not compiled_or_captured(query))
     if attn_mask is None or not _has_bias_for_each_window(problem, tuple(attn_mask.shape)):
         return problem
     images, windows = problem.batch_shape
     problem = replace(problem, batch_shape=(images * windows,), rank=4, windows=windows, mask_shape=tuple(attn_mask.shape[-4:]))
-    return repeated_by_cpp(problem, attn_mask)
+    return replayed_by_cpp(problem, attn_mask)
 
 
 def with_key_mask(

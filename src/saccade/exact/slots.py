@@ -68,7 +68,7 @@ class Backward(NamedTuple):
         args = self.ops.record(**fields, **(self.numbers | {name: found[name] for name in self.varying}))
         folded, out, lse = found["dout"], found.get("out"), found["lse"]
         with torch.no_grad():
-            *gradients, dbias = self.ops.launchers(self.prepared.asked).backward(
+            *gradients, dbias = self.ops.launchers(self.prepared.op_name).backward(
                 args, folded, None, out, lse, bias_grad=bias_grad, packed=into
             )
         if chosen.describe_backward is not None and native.calls is not None and folded.data_ptr() == dout.data_ptr():

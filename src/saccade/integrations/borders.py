@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from saccade.engine.prepare import traced
-from saccade.engine.problem import replayed
+from saccade.engine.problem import compiled_or_captured
 from saccade.errors import UnsupportedProblem
 from saccade.integrations.packed_mask import PackedMask
 
@@ -57,7 +57,12 @@ def by_positions(module: torch.nn.Module, positions: object, query: Tensor, key:
         or query.shape[2] != key.shape[2]
     ):
         return None
-    if positions.shape[0] not in (1, query.shape[0]) or traced() or type(positions) is not Tensor or replayed(positions):
+    if (
+        positions.shape[0] not in (1, query.shape[0])
+        or traced()
+        or type(positions) is not Tensor
+        or compiled_or_captured(positions)
+    ):
         return None
     # a tensor of inference mode counts no changes, so the first layer reads it anew
     version = None if positions.is_inference() else positions._version

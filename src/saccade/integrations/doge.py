@@ -46,7 +46,7 @@ _REPLACED = "_saccade_replaced_methods"
 _BEFORE, _FIRST, _AFTER = 0, 1, torch.iinfo(torch.int32).max
 
 
-class Call(NamedTuple):
+class DogeCall(NamedTuple):
     """The arguments that a layer passes in addition to the scores: documents `[B, Tk]` or None, the number of keys to keep, and a bounded cache
     or None."""
 
@@ -89,7 +89,7 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     *,
-    dynamic_mask: Call | None = None,
+    dynamic_mask: DogeCall | None = None,
     position_bias: Tensor | None = None,
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -103,7 +103,7 @@ def attention_forward(
     Args:
         module: the layer. query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`.
         attention_mask: the key scores, `[B, H, 1, Tk]` (equal within a group of heads), with gradient.
-        dynamic_mask: what `DogeAttention.forward` adds, see `Call`.
+        dynamic_mask: what `DogeAttention.forward` adds, see `DogeCall`.
         cu_seq_lens_q, position_ids: borders of sequences that are packed into the row, if the mask has none.
         kwargs: further arguments that models pass to every implementation; those that would change the result are refused.
 
@@ -136,8 +136,8 @@ def attention_forward(
 
 
 def _with_borders(
-    call: Call, module: torch.nn.Module, query: Tensor, key: Tensor, ends: Tensor | None, positions: Tensor | None
-) -> Call:
+    call: DogeCall, module: torch.nn.Module, query: Tensor, key: Tensor, ends: Tensor | None, positions: Tensor | None
+) -> DogeCall:
     """The call with the documents that ends or restarting positions tell."""
     if ends is not None and ends.numel() > 2:
         if call.documents is not None or call.bounded is not None or query.shape[2] != key.shape[2] or query.shape[0] != 1:
@@ -194,7 +194,9 @@ def document_mask(
     return None if documents is None else documents[:, None, None, :]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Tensor, call: Call, scale: float | None, backend: str) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor, call: DogeCall, scale: float | None, backend: str
+) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     documents = call.documents
     if call.bounded is not None:
@@ -231,7 +233,7 @@ def _documents_of_packing(mask_function: Callable | None, batch: int, count: int
     return torch.nn.functional.pad(begins, (1, 0)).cumsum(1) + _FIRST
 
 
-def _describe(module: Any, mask: Tensor | None, cache: Any) -> Call:
+def _describe(module: Any, mask: Tensor | None, cache: Any) -> DogeCall:
     if module.config.sliding_window is not None:
         raise UnsupportedProblem(
             f"config.sliding_window is {module.config.sliding_window}; dynamic mask attention allows None only"
@@ -249,7 +251,7 @@ def _describe(module: Any, mask: Tensor | None, cache: Any) -> Call:
         raise InvalidArgument(
             f"the cache keeps {bounded.kept.keep} entries, config.keep_window_size is {module.keep_window_size}"
         )
-    return Call(None if mask is None else mask[:, 0, 0], module.keep_window_size, bounded)
+    return DogeCall(None if mask is None else mask[:, 0, 0], module.keep_window_size, bounded)
 
 
 def _attention_class() -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.prepare import traced
-from saccade.engine.problem import replayed
+from saccade.engine.problem import compiled_or_captured
 from saccade.engine.window import Window, ends_of, in_window
 from saccade.integrations.mask_functions import HOLE, OTHER_HOLE, THIRD_HOLE, found_in
 from saccade.integrations.unformed import UnformedMask
@@ -67,7 +67,7 @@ def packed_mask(mask_function: Any, attention_mask: Tensor | None, q_length: int
         return None
     numbers, window = _sequence_numbers(mask_function)
     # the ends wait for the device, once for a batch, which neither a graph nor a fake tensor can
-    if type(numbers) is not Tensor or numbers.shape[1] != q_length or replayed(numbers):
+    if type(numbers) is not Tensor or numbers.shape[1] != q_length or compiled_or_captured(numbers):
         return None
     return PackedMask(numbers, window)
 

@@ -19,7 +19,7 @@ from saccade.nvrtc import Bound, Options, Parameters, Source, load
 HEADERS = Path(__file__).parent / "cuda"  # device code that families share
 
 
-class Call(NamedTuple):
+class CudaLaunch(NamedTuple):
     """Everything that a launch needs, so that it can be inspected, or run elsewhere, without a GPU.
 
     parameters: the names and types of the kernel's parameters, in its order.
@@ -55,9 +55,9 @@ _READY = LaunchCache()
 
 
 def run(
-    make: Callable[..., Call], tensors: tuple[Tensor | None, ...], options: tuple, about: Callable[[torch.device], Any]
+    make: Callable[..., CudaLaunch], tensors: tuple[Tensor | None, ...], options: tuple, about: Callable[[torch.device], Any]
 ) -> None:
-    """Launch what `make(*tensors, *options, about(device))` describes; tensors are the kernel's pointers, in its order, and the `Call` gives
+    """Launch what `make(*tensors, *options, about(device))` describes; tensors are the kernel's pointers, in its order, and the `CudaLaunch` gives
     each of them by name."""
     device = tensors[0].device  # type: ignore[union-attr]
     signature = (make, device, options, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
@@ -69,7 +69,7 @@ def run(
     launch(*[0 if x is None else x.data_ptr() for x in tensors])
 
 
-def check_pointers(call: Call, tensors: Sequence[Tensor | None]) -> None:
+def check_pointers(call: CudaLaunch, tensors: Sequence[Tensor | None]) -> None:
     """Refuse tensors in another order than that of the kernel's pointers: later launches pass addresses alone."""
     names = call.parameters.pointers
     wrong = [name for name, x in zip(names, tensors, strict=False) if call.arguments.get(name, call) is not x]

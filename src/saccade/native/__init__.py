@@ -1,4 +1,4 @@
-"""Repeats earlier calls from C++, at a few microseconds of host time; knows no operation.
+"""Replays calls from C++, at a few microseconds of host time; knows no operation.
 
 `calls` holds these calls, and `module` the functions of the compiled module. Both are None without a C++ compiler or a GPU, with `SACCADE_NATIVE=0`,
 and until it is compiled. Python makes the calls that it does not know, with the same result, so that only time depends on it.
@@ -19,7 +19,7 @@ module: Any = None
 # whether this process is a child of a fork, with none of the threads of its parent
 forked = False
 _build: Build | None = None
-_asked = 0
+_starts = 0
 # calls between two checks whether the compiler has finished
 _EVERY = 64
 
@@ -27,9 +27,9 @@ _EVERY = 64
 def start(ready: Callable[[], None]) -> None:
     """Compile in the background, and load the module once it is compiled; to be called at each new call. ready: called once
     `calls` is set."""
-    global _build, _asked
-    _asked += 1
-    if calls is not None or (_asked - 1) % _EVERY:
+    global _build, _starts
+    _starts += 1
+    if calls is not None or (_starts - 1) % _EVERY:
         return
     if _build is None:
         _build = Build()
@@ -66,6 +66,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def forget() -> None:
-    """Forget every call, because a backend was set aside."""
+    """Forget every call, because a backend was disabled."""
     if calls is not None:
         calls.forget()

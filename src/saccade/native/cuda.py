@@ -1,4 +1,4 @@
-"""Describes a launch of a CUDA C++ kernel (`saccade.nvrtc.Bound`) as one that C++ can make."""
+"""Describes a launch of a CUDA C++ kernel (`saccade.nvrtc.Bound`) as one that C++ can replay."""
 
 from __future__ import annotations
 

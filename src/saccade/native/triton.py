@@ -1,4 +1,4 @@
-"""Describes a compiled Triton kernel as a launch that C++ can make."""
+"""Describes a compiled Triton kernel as a launch that C++ can replay."""
 
 from __future__ import annotations
 

@@ -162,9 +162,9 @@ def nm_sparse_attention(
         with uncast(args.query):
             out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = applied(NMSparse, problem, chosen.name, *args, prepared.asked, keeps_selection())
+        out, lse = applied(NMSparse, problem, chosen.name, *args, prepared.op_name, keeps_selection())
     else:
-        out, lse, _ = forward(args, False, prepared.asked)
+        out, lse, _ = forward(args, False, prepared.op_name)
     return (out, lse) if problem.return_lse and lse is not None else out
 
 

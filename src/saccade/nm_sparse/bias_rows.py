@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from saccade.launch.cuda import Call, run, stride_names, strides
+from saccade.launch.cuda import CudaLaunch, run, stride_names, strides
 from saccade.nm_sparse.key_bits import narrowed
 from saccade.nvrtc import Options, Parameters, Source
 
@@ -48,7 +48,7 @@ def shown_values(bias: Tensor, value: Tensor) -> Tensor:
     return shown[..., None]
 
 
-def shown_values_call(value: Tensor, bias: Tensor, shown: Tensor, _: None) -> Call:
+def shown_values_call(value: Tensor, bias: Tensor, shown: Tensor, _: None) -> CudaLaunch:
     """The launch as data, without running it."""
     batch, kv_heads, kv_len, head_dim = value.shape
     by_head, by_query = bias.shape[1] > 1 and bias.stride(1) != 0, bias.shape[2] > 1 and bias.stride(2) != 0
@@ -68,4 +68,4 @@ def shown_values_call(value: Tensor, bias: Tensor, shown: Tensor, _: None) -> Ca
         }
     )
     grid = (batch * kv_heads, -(-kv_len // (THREADS // 32)))
-    return Call(SOURCE, "shown_values", PARAMETERS, options, grid, THREADS, 0, arguments)
+    return CudaLaunch(SOURCE, "shown_values", PARAMETERS, options, grid, THREADS, 0, arguments)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.launch.cuda import Call, run
+from saccade.launch.cuda import CudaLaunch, run
 from saccade.nvrtc import Options, Parameters, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "key_bits.cu")
@@ -67,7 +67,7 @@ def words_of_keys(kv_len: int) -> int:
     return -(-kv_len // 32) + SPARE_WORDS
 
 
-def key_bits_call(rows: Tensor, bits: Tensor, spans: Tensor, _: None) -> Call:
+def key_bits_call(rows: Tensor, bits: Tensor, spans: Tensor, _: None) -> CudaLaunch:
     """The launch as data, without running it."""
     mask_row, mask_key = rows.stride()
     arguments = {
@@ -75,4 +75,4 @@ def key_bits_call(rows: Tensor, bits: Tensor, spans: Tensor, _: None) -> Call:
         "mask_row": mask_row, "mask_key": mask_key,
     }  # fmt: skip
     options = Options.of({"THREADS": THREADS})
-    return Call(SOURCE, "key_bits", PARAMETERS, options, (rows.shape[0], 1), THREADS, 0, arguments)
+    return CudaLaunch(SOURCE, "key_bits", PARAMETERS, options, (rows.shape[0], 1), THREADS, 0, arguments)

@@ -25,7 +25,7 @@ from saccade.nm_sparse.args import NMSparseArgs, NMSparseLaunchers
 from saccade.nm_sparse.backends import BACKENDS
 from saccade.nm_sparse.bits import words_of
 from saccade.nm_sparse.flops import kept_pairs
-from saccade.nm_sparse.standin import STAND_IN
+from saccade.nm_sparse.reference_launchers import REFERENCE_LAUNCHERS
 
 _FIELDS = Fields(NMSparseArgs)
 _DENSE_AT = _FIELDS.count - len(_FIELDS.defaults())  # the fields with defaults stand at the end of an op, after its own arguments
@@ -66,7 +66,7 @@ def _join(alternatives: Alternatives, chain: tuple[str, ...]) -> NMSparseLaunche
     return NMSparseLaunchers(forward, backward)
 
 
-launchers = Alternatives("nm_sparse_attention", BACKENDS, ("masked", "reference"), STAND_IN, _join).launchers
+launchers = Alternatives("nm_sparse_attention", BACKENDS, ("masked", "reference"), REFERENCE_LAUNCHERS, _join).launchers
 
 
 def _forward(*call):

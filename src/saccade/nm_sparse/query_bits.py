@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.launch.cuda import Call, run, stride_names, strides
+from saccade.launch.cuda import CudaLaunch, run, stride_names, strides
 from saccade.nm_sparse.key_bits import is_of_keys, narrowed
 from saccade.nm_sparse.problem import BLOCK
 from saccade.nvrtc import Options, Parameters, Source
@@ -71,7 +71,7 @@ def _is_wide(mask: Tensor) -> bool:
     return mask.stride(3) == 1 and aligned
 
 
-def query_bits_call(mask: Tensor, bits: Tensor, tiles: Tensor, keys: Tensor, is_causal: bool, wide: bool, _: None) -> Call:
+def query_bits_call(mask: Tensor, bits: Tensor, tiles: Tensor, keys: Tensor, is_causal: bool, wide: bool, _: None) -> CudaLaunch:
     """The launch as data, without running it. wide: eight keys are one load."""
     batch, heads, rows, kv_len = mask.shape
     arguments = {
@@ -80,4 +80,4 @@ def query_bits_call(mask: Tensor, bits: Tensor, tiles: Tensor, keys: Tensor, is_
     }  # fmt: skip
     options = Options.of({"THREADS": THREADS, "CAUSAL": is_causal, "WIDE": wide})
     grid = (batch * heads * tiles.shape[2], -(-tiles.shape[3] // (THREADS // 32)))
-    return Call(SOURCE, "query_bits", PARAMETERS, options, grid, THREADS, 0, arguments)
+    return CudaLaunch(SOURCE, "query_bits", PARAMETERS, options, grid, THREADS, 0, arguments)

@@ -17,8 +17,8 @@ from saccade.testing.inputs import Inputs, mask_of
 from saccade.testing.likely import likely_errors
 from saccade.testing.roundings import UNAVOIDABLE, Roundings
 from saccade.testing.textbook import (
-    Call,
     Forward,
+    TextbookCall,
     bias_of_rows,
     call_of,
     forward,
@@ -129,7 +129,7 @@ def baseline_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool, roundings: R
     )
 
 
-def _forms(case: Case, inputs: Inputs, call: Call, made: Forward, roundings: Roundings) -> list[Outputs]:
+def _forms(case: Case, inputs: Inputs, call: TextbookCall, made: Forward, roundings: Roundings) -> list[Outputs]:
     forms = []
     if roundings.delta_of_out:
         forms.append(_outputs(case, inputs, call, made, delta_of_out=True))
@@ -142,7 +142,7 @@ def _forms(case: Case, inputs: Inputs, call: Call, made: Forward, roundings: Rou
 
 
 def _outputs(
-    case: Case, inputs: Inputs, call: Call, made: Forward, delta_of_out: bool = False, backwards: bool = False
+    case: Case, inputs: Inputs, call: TextbookCall, made: Forward, delta_of_out: bool = False, backwards: bool = False
 ) -> Outputs:
     """The outputs of a run from its forward, rounded once at the end. backwards: sums in float16 are added from the end."""
     dscores = gradients_of_scores(call, made, delta_of_out)
@@ -168,7 +168,7 @@ def _outputs(
     return outputs
 
 
-def _magnitudes(call: Call, made: Forward) -> Outputs:
+def _magnitudes(call: TextbookCall, made: Forward) -> Outputs:
     """For each number of the outputs the sum of the absolute terms behind it, per query head and before any broadcast of the
     bias."""
     scores, log_sum, weights = made.scores, made.log_sum, made.weights

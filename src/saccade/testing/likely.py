@@ -17,7 +17,7 @@ from torch import Tensor
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs
 from saccade.testing.roundings import Roundings
-from saccade.testing.textbook import Call, Forward, gradients_of_scores, of_bias, of_calls, of_groups
+from saccade.testing.textbook import Forward, TextbookCall, gradients_of_scores, of_bias, of_calls, of_groups
 
 # root mean squares of a tensor's least certain number: where there are many numbers alike, the largest error is 0.7 to 1.0 of that
 _LIKELY = 2.0
@@ -27,7 +27,7 @@ _ADDED = 4
 _OF_OCTAVE = 0.54
 
 
-def likely_errors(case: Case, inputs: Inputs, call: Call, made: Forward, roundings: Roundings) -> dict[str, Tensor]:
+def likely_errors(case: Case, inputs: Inputs, call: TextbookCall, made: Forward, roundings: Roundings) -> dict[str, Tensor]:
     """For each output an error that its baseline may well have, and the root mean square of all its errors: float64 `[2, calls]`."""
     unit = torch.finfo(call.dtype).eps / 2 / math.sqrt(3)
     dscores = gradients_of_scores(call, made, roundings.delta_of_out)
@@ -68,13 +68,13 @@ class _Sums:
         return _OF_OCTAVE * self.unit**2 * max(1.0, a.shape[-1] / _ADDED) * ((a.square() @ b.square()) / 2 + (a @ b).square() / 3)
 
 
-def _inexact(x: Tensor, call: Call) -> Tensor | float:
+def _inexact(x: Tensor, call: TextbookCall) -> Tensor | float:
     """1 where a number has to be rounded to the working dtype, 0 where it is one of its numbers: the weight of the only key that a query sees is 1,
     and its out is that key's value."""
     return 1.0 if call.dtype == torch.float32 else (x.to(call.dtype).to(x.dtype) != x).to(x.dtype)
 
 
-def _square_of_delta(call: Call, made: Forward, unit: float, delta_of_out: bool, rounded_weights: bool) -> Tensor:
+def _square_of_delta(call: TextbookCall, made: Forward, unit: float, delta_of_out: bool, rounded_weights: bool) -> Tensor:
     """The mean square of what the row sums of `P dP`, `[B, H, Tq, 1]`, miss if taken from the rounded out, from rounded weights, or from those in float32."""
     if delta_of_out:
         products = call.dout * made.out * _inexact(made.out, call)
@@ -85,7 +85,7 @@ def _square_of_delta(call: Call, made: Forward, unit: float, delta_of_out: bool,
     return unit**2 * products.square().sum(-1, keepdim=True)
 
 
-def _of_keys(rounded: Tensor, weights: Tensor, of_delta: Tensor, call: Call) -> Tensor:
+def _of_keys(rounded: Tensor, weights: Tensor, of_delta: Tensor, call: TextbookCall) -> Tensor:
     return (rounded + weights.square() * of_delta).mT @ call.query.square()
 
 

@@ -15,7 +15,7 @@ from saccade.testing.dropout import Seeds, dropout_of
 from saccade.testing.inputs import Inputs, mask_of
 
 
-class Call(NamedTuple):
+class TextbookCall(NamedTuple):
     """A call in float32, with a key head for every query head."""
 
     query: Tensor
@@ -43,7 +43,7 @@ class Forward(NamedTuple):
     out: Tensor
 
 
-def call_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool, half_sums: bool = False) -> Call:
+def call_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool, half_sums: bool = False) -> TextbookCall:
     """The inputs as float32, with a key head and a bias for every query head and batch row."""
     query, key, value, dout = (x.float() for x in (inputs.query, inputs.key, inputs.value, inputs.dout))
     key, value = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (key, value))
@@ -53,12 +53,12 @@ def call_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool, half_sums: bool 
     keep = 1.0 if kept_by_dropout is None else kept_by_dropout.float()
     seen = visible(case.q_len, case.kv_len, mask_of(case, inputs), inputs.lengths, case.is_causal, query.device)
     dweights = (product_in_half if half_sums else torch.matmul)(dout, value.mT) * keep / kept
-    return Call(
+    return TextbookCall(
         query, key, value, dout, bias, dlse, keep, kept, seen, case.head_dim**-0.5, inputs.query.dtype, half_sums, dweights
     )
 
 
-def forward(call: Call, late: bool = False) -> Forward:
+def forward(call: TextbookCall, late: bool = False) -> Forward:
     """late: the weights are rounded relative to the largest, and the sum that they have divides what comes of them."""
     scores = _finished(call, call.query @ call.key.mT)
     if not (call.half_sums or late):
@@ -77,13 +77,13 @@ def forward(call: Call, late: bool = False) -> Forward:
     return Forward(scores, log_sum, weights, weights * call.keep / call.kept, out)
 
 
-def _finished(call: Call, products: Tensor) -> Tensor:
+def _finished(call: TextbookCall, products: Tensor) -> Tensor:
     """Scores from products: scaled, with the bias, and -inf where a query does not see a key."""
     biased = call.scale * products if call.bias is None else call.scale * products + call.bias
     return biased.masked_fill(~call.seen.expand_as(products), -math.inf)
 
 
-def gradients_of_scores(call: Call, made: Forward, delta_of_out: bool) -> Tensor:
+def gradients_of_scores(call: TextbookCall, made: Forward, delta_of_out: bool) -> Tensor:
     """dS. delta_of_out: the row sums of `P dP` come from dout and the rounded out."""
     products = call.dout * rounded(made.out, call.dtype) if delta_of_out else made.weights * call.dweights
     return made.weights * (call.dweights - products.sum(dim=-1, keepdim=True) + call.dlse)

@@ -27,7 +27,7 @@ The time depends only on `keep`, not on the length of the history.
 import triton
 import triton.language as tl
 
-from saccade.dynamic_mask.base_2 import LN2, in_base_2
+from saccade.dynamic_mask.log2 import LN2, to_log2
 
 _LOWEST = tl.constexpr(-(2**63))
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -187,7 +187,7 @@ def _decode_kernel(
         v = tl.where(used[:, None], v, 0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
         if ADD_SCORES:
-            s += in_base_2(tl.where(taken, score_new, tl.load(scores + places, mask=places < stop, other=0.0)))[None, :]
+            s += to_log2(tl.where(taken, score_new, tl.load(scores + places, mask=places < stop, other=0.0)))[None, :]
         s = tl.where(used[None, :], s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)

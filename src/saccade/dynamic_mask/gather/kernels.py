@@ -14,7 +14,7 @@ Source: paper 004, Eq. 5 to 10. Traffic: K and V rows of each block's list, (w +
 import triton
 import triton.language as tl
 
-from saccade.dynamic_mask.base_2 import LN2, LOG2E, in_base_2
+from saccade.dynamic_mask.log2 import LN2, LOG2E, to_log2
 
 # an lse beyond this has lost more than 3e-5 of the logarithm of the sum
 _FAR = tl.constexpr(1024.0)
@@ -44,7 +44,7 @@ def load_list(lists, scores, start, stop, owner, base, first, count, kv_len, BLO
     key_entry = owner.to(tl.int64) * kv_len + index
     begins = tl.load(start + key_entry, mask=listed, other=0)
     ends = tl.load(stop + key_entry, mask=listed, other=-2147483648)  # no position sees it
-    bias = in_base_2(tl.load(scores + key_entry, mask=listed, other=0.0)) if HAS_SCORES else listed.to(tl.float32) * 0
+    bias = to_log2(tl.load(scores + key_entry, mask=listed, other=0.0)) if HAS_SCORES else listed.to(tl.float32) * 0
     return index, listed, bias, begins, ends
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.launch.cuda import HEADERS, Call
+from saccade.launch.cuda import HEADERS, CudaLaunch
 from saccade.launch.flag import Flag
 from saccade.nvrtc import Bound, Options, Parameters, Source
 
@@ -117,14 +117,14 @@ def _launches(shape: Shape, device: torch.device) -> Launches:
     return Launches(sort, find, shape.tree_bytes)
 
 
-def calls_of(shape: Shape) -> tuple[Call, Call]:
+def calls_of(shape: Shape) -> tuple[CudaLaunch, CudaLaunch]:
     """The launches in order, which take the pointers of `SORT_PARAMETERS` and of `FIND_PARAMETERS`."""
     chunk, slots = shape.chunk, shape.slots
     sizes = {"heads": shape.heads, "kv_len": shape.kv_len, "chunks": shape.chunks}
-    sort = Call(
+    sort = CudaLaunch(
         SOURCE, "expiry_sort", SORT_PARAMETERS, shape.options(), (slots, 1), chunk, (16 + 2 * shape.levels) * chunk, sizes
     )  # fmt: skip
-    find = Call(
+    find = CudaLaunch(
         SOURCE, "expiry_find", FIND_PARAMETERS, shape.options(), (slots * (chunk // shape.searchers), 1), shape.searchers,
         2 * BATCH * 4 * chunk, {**sizes, "slots": slots, "keep": shape.keep}, dependent=True,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saccade.dynamic_mask.selection.lists_triton import Lists, longest_list
 from saccade.hardware import multiprocessors
-from saccade.launch.cuda import HEADERS, Call
+from saccade.launch.cuda import HEADERS, CudaLaunch
 from saccade.nvrtc import Options, Parameters, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "lists.cu", (HEADERS,))
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
         """The number of lists of all rows."""
         return self.rows * self.blocks
 
-    def call(self, zeros: tuple[int, int] = (0, 0)) -> Call:
+    def call(self, zeros: tuple[int, int] = (0, 0)) -> CudaLaunch:
         """The launch as data, which takes the pointers of `PARAMETERS`. zeros: how many floats of `sums`, a multiple of four, and of `more` it
         fills with zeros."""
         arguments = {
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
         }  # fmt: skip
         grid = (self.rows * self.stretches, 1)
         shared = CANDIDATE * self.room
-        return Call(SOURCE, "query_lists", PARAMETERS, options(), grid, THREADS, shared, arguments, dependent=True)
+        return CudaLaunch(SOURCE, "query_lists", PARAMETERS, options(), grid, THREADS, shared, arguments, dependent=True)
 
 
 def shape_of(rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, device: torch.device) -> Shape:

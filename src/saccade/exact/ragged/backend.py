@@ -54,19 +54,18 @@ def _describe(problem: VarlenProblem) -> str:
     block, size = _block(problem.head_dim), problem.dtype.itemsize
     longest, featured = max(problem.max_q, problem.max_k), problem.bias is not None or problem.dropout_p > 0
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
+    from saccade.exact.long.choice import chunks, kind_of_packed
     from saccade.exact.ragged import choice
 
-    kind = choice.kind_of_packed(problem)
-    chunks = choice.by_chunks(kind, *_DIRECTIONS.values())
+    kind = kind_of_packed(problem)
+    all_by_chunks = choice.by_chunks(kind, *_DIRECTIONS.values())
     parts = []
     for below, tile in zip((0, *TILES), TILES, strict=False):
         if longest <= below or not fits(tile, block, size, problem.arch):
             continue
         for d in directions:
-            by_chunks = chunks and tile >= FASTER_IN_CHUNKS
-            shape = (
-                choice.chunks(_DIRECTIONS[d], kind) if by_chunks else tile_config(d, tile, block, size, featured, problem.arch)
-            )
+            by_chunks = all_by_chunks and tile >= FASTER_IN_CHUNKS
+            shape = chunks(_DIRECTIONS[d], kind) if by_chunks else tile_config(d, tile, block, size, featured, problem.arch)
             parts.append(f"{d} to {tile} tokens: {shape}")
     if longest > TILES[-1] or not parts:
         parts += [f"{d} beyond: {choice.long_form(_DIRECTIONS[d], kind)}" for d in directions]
@@ -98,7 +97,7 @@ def _rule(problem: VarlenProblem) -> Rule:
     if problem.device_type != "cuda":
         return Rule("the interpreter is for tests")
     if problem.window is not None:
-        return Rule("with a window these kernels were not measured yet beside torch's packed attention")
+        return _window_rule(problem)
     longest, dim = max(problem.max_q, problem.max_k), next((d for d in (32, 64) if problem.head_dim <= d), 128)
     near = next((row for row in _MEASURED if longest <= row[0]), _MEASURED[-1])
     source = table("short_ragged", square(near[0], dim, near[1]))
@@ -111,6 +110,15 @@ def _rule(problem: VarlenProblem) -> Rule:
             f"forward alone beyond D = 64 and {TILES[-1]} tokens: 0.89 to 1.01 of the speed of torch's packed attention", both
         )
     return taken(source, "measured faster than torch's packed attention")
+
+
+def _window_rule(problem: VarlenProblem) -> Rule:
+    """Follows benchmarks/results/h200/windows.csv: +-64, +-256 and 1,023 earlier keys, longest 256 to 2,048 and 8,192."""
+    if problem.head_dim > 64 or problem.dtype.itemsize > 2:
+        return Rule("with a window these kernels were measured in 16 bits up to D = 64 alone")
+    return taken(
+        table("windows"), "measured 1.26 to 2.85 times as fast as torch's packed attention, forward and backward together"
+    )
 
 
 def _describe_forward(*call: Any) -> Any:

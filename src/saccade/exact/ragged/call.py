@@ -8,10 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.exact.long import sm90
+from saccade.exact.long.choice import kind_of
+from saccade.exact.long.config import Sm90Config
+from saccade.exact.ragged import choice
 from saccade.exact.ragged.config import FASTER_IN_CHUNKS, TILES, LongConfig, TileConfig, fits, small_tile
 from saccade.exact.ragged.plan import every_sequence, plan_of
 from saccade.exact.ragged.sm80 import Sm80Config
-from saccade.exact.ragged.sm90 import Sm90Config, by_chunks
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.triton import pow2
@@ -55,7 +58,7 @@ class Bucket:
         return (None, None) if self.dense else (self.members, self.count)
 
 
-class Call:
+class RaggedCall:
     """A call whose tensors have dense last dimensions."""
 
     def __init__(self, args: VarlenArgs, configs: Configs = MEASURED):
@@ -101,7 +104,9 @@ class Call:
         """Whether the bucket of so many tokens is computed in whole tiles; 0: the one beyond them."""
         if not most or not fits(most, self.block_d, self.size, self.arch):
             return False
-        return most < FASTER_IN_CHUNKS or self.configs.sm90 is None or not by_chunks(self.args)
+        if most < FASTER_IN_CHUNKS or self.configs.sm90 is None:
+            return True
+        return not (choice.prefers(kind_of(self.args), "forward", "backward") and sm90.takes(self.args))
 
     def at_once(self) -> Bucket | None:
         """All sequences of a small packed batch, in the smallest tile that holds the longest or in the long form."""
@@ -116,13 +121,13 @@ class Call:
         small = small_tile(tile) if self.args.bias is None else 0
         return None if every is None else Bucket(tile, *every, small=small)
 
-    def within(self, bucket: Bucket) -> Call:
+    def within(self, bucket: Bucket) -> RaggedCall:
         """The call with the longest lengths of a launch; but dropout counts its draws by the most keys of the whole call."""
         if not bucket.longest:
             return self
         names = ("max_q", "max_k") if self.args.seed is None else ("max_q",)
         longest = {name: min(getattr(self.args, name), bucket.longest) for name in names}
-        return Call(self.args._replace(**longest), self.configs)
+        return RaggedCall(self.args._replace(**longest), self.configs)
 
     def most(self, each: int) -> int:
         """Programs that the processors hold."""

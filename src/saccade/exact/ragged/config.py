@@ -5,29 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from saccade.exact.long.config import timed
 from saccade.hardware import SMALL_SHARED
 
 TILES = (16, 32, 64, 128)  # of the buckets; longer sequences take the long form
 MAX_HEAD_DIM = 256
 TOKENS_MAX_DIM = 64  # of token tiles, without a window
-# The bucket from which the kernels of sm_90 for longer sequences (`sm90.py`) are faster than a whole tile if they take the call. Its times
+# The bucket from which the kernels of sm_90 for longer sequences (`exact/long`) are faster than a whole tile if they take the call. Its times
 # forward / backward in ms, those of whole tiles in brackets, of 4,096 sequences of mean 82 and at most 128, 12 heads, bf16, one H200: D = 32
 # 0.360 / 0.744 (0.472 / 0.856), 64 0.453 / 1.032 (0.612 / 1.689), 128 0.861 / 2.410 (1.271 / 3.412). With 64 tokens 0.179 / 0.347 (0.117 / 0.269) at
 # D = 64: two warpgroups share the queries of a sequence, and one has none.
 FASTER_IN_CHUNKS = 128
-# Features with which the kernels of sm_90 for longer sequences were timed (docs/notes/long.md): one at a time, up to this D and from another on,
-# and for dense rows up to so many tokens. `auto` takes no backend `long` for other calls, and the ragged family computes them by Triton. Read at each call.
-TIMED_HEAD_DIM = 64
-TIMED_FROM = {"grouped heads": 33, "masks": 33, "dropout": 1}
-TIMED_TOKENS = {"grouped heads": 256, "masks": 128, "dropout": 512}
-TIMED_FORWARD = 256  # of a call without a gradient; 0.99 of torch's speed at 512 under dropout
-# The most queries that share a key head there: backward parks dQ of all of them between rounds of keys, for each block; 277 MB of D = 64
-MAX_SHARING = 8192
-
-
-def timed(feature: str, head_dim: int) -> bool:
-    """Whether the kernels were timed with a feature at a head dim."""
-    return TIMED_FROM[feature] <= head_dim <= TIMED_HEAD_DIM
 
 
 def in_chunks(head_dim: int, grouped: bool, mask: bool, dropout: bool) -> bool:

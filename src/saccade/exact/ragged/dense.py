@@ -15,9 +15,9 @@ from saccade.engine.layout import unpack
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, taken
 from saccade.engine.window import Window, shown_window
-from saccade.exact.args import AttentionArgs, windows_of
+from saccade.exact.args import AttentionArgs
 from saccade.exact.ragged.config import MAX_HEAD_DIM, token_config
-from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
+from saccade.exact.varlen.args import of_dense
 from saccade.launch.requirements import triton_reasons
 from saccade.launch.triton import pow2
 
@@ -70,28 +70,11 @@ def _describe(problem: Problem) -> str:
     if problem.window is not None:
         block, directions = pow2(max(16, problem.head_dim)), ("fwd", "bwd") if problem.needs_grad else ("fwd",)
         return ", ".join(f"{d}={token_config(d, problem.dtype.itemsize, problem.arch, block)}" for d in directions)
-    from saccade.exact.ragged.choice import kind_of_dense, long_form
+    from saccade.exact.long.choice import kind_of_dense
+    from saccade.exact.ragged.choice import long_form
 
     directions = ("forward", "backward") if problem.needs_grad else ("forward",)
     return ", ".join(f"{d}: {long_form(d, kind_of_dense(problem))}" for d in directions)
-
-
-def _varlen(args: AttentionArgs) -> VarlenArgs:
-    causal = UPPER_LEFT if args.is_causal else FULL
-    lengths: Any = args.lengths  # None for whole rows, of which nothing is read there
-    batch, heads, q_len, _ = args.query.shape
-    pairs = (heads, q_len, args.key.shape[2])
-    bias, mask = args.bias, args.mask
-    if bias is not None:
-        bias = expanded(bias, windows_of(bias, batch) or batch, pairs)
-    if mask is not None:
-        mask = expanded(mask, batch, pairs)
-    return VarlenArgs(*args[:3], lengths, lengths, bias, args.seed, *pairs[1:], args.dropout_p, causal, args.scale, mask=mask)
-
-
-def expanded(tensor: Tensor, rows: int, pairs: tuple[int, int, int]) -> Tensor:
-    """A view `[rows, H, Tq, Tk]`, with strides of 0 where the tensor broadcasts."""
-    return tensor[(None,) * (4 - tensor.dim())].expand(rows, *pairs)
 
 
 def _load() -> Launchers:
@@ -100,13 +83,13 @@ def _load() -> Launchers:
     def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         if windowed.takes(args):
             return windowed.forward(args)
-        return launchers.forward(_varlen(args))
+        return launchers.forward(of_dense(args))
 
     def backward(args: AttentionArgs, *given: Any, bias_grad: bool, packed: Tensor | None) -> tuple[Any, ...]:
         into = None if packed is None else unpack(packed)
         if windowed.takes(args):
             return windowed.backward(args, *given, into=into)
-        *gradients, dbias = launchers.backward(_varlen(args), *given, bias_grad=bias_grad, into=into)
+        *gradients, dbias = launchers.backward(of_dense(args), *given, bias_grad=bias_grad, into=into)
         if dbias is not None and args.bias is not None:
             dbias = dbias.sum_to_size((1,) * (4 - args.bias.dim()) + args.bias.shape).view(args.bias.shape).to(args.bias.dtype)
         return *gradients, dbias

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from saccade.engine.layout import empty_like_heads
-from saccade.exact.ragged import choice, launches, sm80, sm90, token_launches
-from saccade.exact.ragged.call import MEASURED, Bucket, Call, Configs
+from saccade.exact.long import sm90
+from saccade.exact.long.choice import kind_of, named
+from saccade.exact.ragged import choice, launches, sm80, token_launches
+from saccade.exact.ragged.call import MEASURED, Bucket, Configs, RaggedCall
 from saccade.exact.ragged.launches import Gradients, Weights
 from saccade.exact.varlen.args import VarlenArgs
-from saccade.launch.aside import FAILURES, set_aside
+from saccade.launch.disabled import FAILURES, disable
 
 
 def _dense_last(tensor: Tensor) -> Tensor:
@@ -26,7 +28,7 @@ def _dense_last(tensor: Tensor) -> Tensor:
 def forward(args: VarlenArgs, configs: Configs = MEASURED, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """out, that which is given or one laid out like query, lse float32 `[H, Tq]`, or `[B, H, Tq]` if dense."""
     args = args._replace(query=_dense_last(args.query), key=_dense_last(args.key), value=_dense_last(args.value))
-    call, query = Call(args, configs), args.query
+    call, query = RaggedCall(args, configs), args.query
     out = _like(query) if out is None else out
     shape = query.shape[:3] if call.dense else (call.heads, query.shape[0])
     lse = torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -45,23 +47,21 @@ def forward(args: VarlenArgs, configs: Configs = MEASURED, out: Tensor | None = 
     return out, lse
 
 
-def forward_by_cuda(call: Call, out: Tensor) -> bool:
+def forward_by_cuda(call: RaggedCall, out: Tensor) -> bool:
     """Whether forward of the long form is CUDA C++."""
-    return not choice.stays_with_triton(choice.kind_of(call.args)) and _by_cuda("forward", call, out)
+    return not choice.stays_with_triton(kind_of(call.args)) and _by_cuda("forward", call, out)
 
 
-def backward_by_cuda(call: Call, dout: Tensor, out: Tensor, gradients: Gradients) -> bool:
+def backward_by_cuda(call: RaggedCall, dout: Tensor, out: Tensor, gradients: Gradients) -> bool:
     """Whether backward of the long form is CUDA C++."""
     return _by_cuda("backward", call, dout, out, *gradients)
 
 
-def _by_cuda(direction: str, call: Call, *others: Tensor) -> bool:
-    return (
-        call.configs.sm90 is not None and choice.prefers(choice.kind_of(call.args), direction) and sm90.takes(call.args, *others)
-    )
+def _by_cuda(direction: str, call: RaggedCall, *others: Tensor) -> bool:
+    return call.configs.sm90 is not None and choice.prefers(kind_of(call.args), direction) and sm90.takes(call.args, *others)
 
 
-def _forward_long(call: Call, bucket: Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
+def _forward_long(call: RaggedCall, bucket: Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
     args = call.args
     if forward_by_cuda(call, out):
         chosen = (call.configs.sm90 or {}).get("forward")
@@ -86,7 +86,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv (those of `into`, or views of a `packed` `[T, 3, H, D]`, if given) and dbias, of dense rows float32 `[W or 1, H or 1, Tq, Tk]`."""
     args = args._replace(query=_dense_last(args.query), key=_dense_last(args.key), value=_dense_last(args.value))
-    call = Call(args, configs)
+    call = RaggedCall(args, configs)
     dq, dk, dv = into or ([_like(x) for x in args[:3]] if packed is None else packed.unbind(1))
     bias = args.bias if bias_grad else None
     dbias = None if bias is None else _empty_dbias(bias)
@@ -113,7 +113,7 @@ def backward(
 
 
 def _backward_sm80(
-    call: Call, bucket: Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor | None, lse: Tensor,
+    call: RaggedCall, bucket: Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor | None, lse: Tensor,
     gradients: Gradients, clears: bool,
 ) -> bool:  # fmt: skip
     wanted = call.configs.sm80
@@ -124,7 +124,7 @@ def _backward_sm80(
 
 
 def _backward_tile(
-    call: Call, bucket: Bucket, dout: Tensor, dlse: Tensor | None, lse: Tensor, gradients: Gradients,
+    call: RaggedCall, bucket: Bucket, dout: Tensor, dlse: Tensor | None, lse: Tensor, gradients: Gradients,
     dbias: Tensor | None, clears: bool,
 ) -> None:  # fmt: skip
     if dbias is None:
@@ -144,13 +144,13 @@ def _compiles(direction: str, args: VarlenArgs, launch: Callable[[], None]) -> b
     try:
         launch()
     except FAILURES as error:
-        set_aside(choice.named(direction, choice.kind_of(args)), "the Triton kernel", error)
+        disable(named(direction, kind_of(args)), "the Triton kernel", error)
         return False
     return True
 
 
 def _backward_long(
-    call: Call, bucket: Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor, gradients: Gradients,
+    call: RaggedCall, bucket: Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor, gradients: Gradients,
     dbias: Tensor | None, clears: bool,
 ) -> None:  # fmt: skip
     by_itself = backward_by_cuda(call, dout, out, gradients)
@@ -176,7 +176,14 @@ def _backward_long(
 
 
 def _backward_sm90(
-    call: Call, bucket: Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor, gradients: Gradients
+    call: RaggedCall,
+    bucket: Bucket,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    gradients: Gradients,
 ) -> bool:
     """Whether CUDA C++ computed it."""
     chosen = (call.configs.sm90 or {}).get("backward")

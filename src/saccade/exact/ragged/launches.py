@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade.exact.ragged.backward import backward_keys_kernel, backward_queries_kernel, backward_tile_kernel, delta_kernel
 from saccade.exact.ragged.bias import backward_bias_kernel, weights_kernel
-from saccade.exact.ragged.call import Bucket, Call
+from saccade.exact.ragged.call import Bucket, RaggedCall
 from saccade.exact.ragged.config import LongConfig, TileConfig, long_config, tile_config
 from saccade.exact.ragged.forward import forward_long_kernel, forward_tile_kernel
 from saccade.exact.ragged.tiles import clear_kernel
@@ -21,7 +21,7 @@ _CLEARING = 8  # programs that zero a tail
 
 
 class Launch(NamedTuple):
-    """A launch of `most` programs, or `per_sequence` for each sequence if that is fewer. Behind the tensors come `Call.varying` and the numbers."""
+    """A launch of `most` programs, or `per_sequence` for each sequence if that is fewer. Behind the tensors come `RaggedCall.varying` and the numbers."""
 
     kernel: Any
     most: int
@@ -30,7 +30,7 @@ class Launch(NamedTuple):
     numbers: tuple
     options: dict[str, int]
 
-    def run(self, call: Call) -> None:
+    def run(self, call: RaggedCall) -> None:
         programs = max(1, min(self.most, self.per_sequence * call.sequences))
         launch_any(self.kernel, programs, self.tensors, call.varying, self.numbers, **self.options)
 
@@ -48,7 +48,7 @@ def _tiles(longest: int, tile: int) -> int:
     return -(-longest // tile)
 
 
-def forward_tile(call: Call, bucket: Bucket, out: Tensor, lse: Tensor, clears: bool) -> Launch:
+def forward_tile(call: RaggedCall, bucket: Bucket, out: Tensor, lse: Tensor, clears: bool) -> Launch:
     """Forward of sequences that a tile holds."""
     args, tile = call.args, bucket.tile
     query, key, value, bias = args.query, args.key, args.value, args.bias
@@ -81,7 +81,7 @@ _WIDEST = 128  # queries or keys of a tile, at most
 _NONE: tuple[int, ...] = (0, 0, 0, 0)
 
 
-def _beside(call: Call) -> _Beside:
+def _beside(call: RaggedCall) -> _Beside:
     args = call.args
     mask, bias = args.mask, args.bias
     windows, strides = 1, _NONE
@@ -97,21 +97,21 @@ def _beside(call: Call) -> _Beside:
     )  # fmt: skip
 
 
-def _lengths(call: Call) -> tuple[Tensor, Tensor]:
+def _lengths(call: RaggedCall) -> tuple[Tensor, Tensor]:
     """cu_q and cu_k, of dense rows their lengths; whole rows have none to be read."""
     query = call.args.query
     cu_q, cu_k = (query if x is None else x for x in call.args[3:5])
     return cu_q, cu_k
 
 
-def _density(call: Call) -> int:
+def _density(call: RaggedCall) -> int:
     """How the kernels find rows: 0 packed, 1 dense with lengths, 2 dense and whole."""
     if not call.dense:
         return 0
     return 2 if call.args.cu_seqlens_k is None else 1
 
 
-def forward_long(call: Call, bucket: Bucket, out: Tensor, lse: Tensor, clears: bool) -> Launch:
+def forward_long(call: RaggedCall, bucket: Bucket, out: Tensor, lse: Tensor, clears: bool) -> Launch:
     """Forward of sequences of any length."""
     args, (query, key, value), beside = call.args, call.args[:3], _beside(call)
     config = call.configs.long.get("fwd") or long_config("fwd", call.block_d, call.size, call.arch)
@@ -130,13 +130,13 @@ def _options(config: LongConfig) -> dict[str, int]:
     return {"num_warps": config.warps, "num_stages": config.stages}
 
 
-def backward_config(call: Call, tile: int) -> TileConfig:
+def backward_config(call: RaggedCall, tile: int) -> TileConfig:
     """The shape of the backward launch of a bucket."""
     return call.configs.tiles.get(("bwd", tile)) or tile_config("bwd", tile, call.block_d, call.size, call.featured, call.arch)
 
 
 def backward_tile(
-    call: Call, bucket: Bucket, dout: Tensor, dlse: Tensor | None, lse: Tensor, gradients: Gradients, shares: Tensor | None, clears: bool
+    call: RaggedCall, bucket: Bucket, dout: Tensor, dlse: Tensor | None, lse: Tensor, gradients: Gradients, shares: Tensor | None, clears: bool
 ) -> Launch:  # fmt: skip
     """Backward of sequences that a tile holds. shares: for the gradient of a bias, float32 `[programs // H, H, tile, tile]`."""
     args, tile = call.args, bucket.tile
@@ -156,7 +156,9 @@ def backward_tile(
     return Launch(backward_tile_kernel, most, call.heads // call.group, tensors, numbers, {"num_warps": config.warps})
 
 
-def row_sums(call: Call, bucket: Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor) -> Launch:
+def row_sums(
+    call: RaggedCall, bucket: Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor
+) -> Launch:
     """delta of sequences of any length."""
     args = call.args
     tensors = (dout, out, lse if dlse is None else dlse, _lengths(call)[0], bucket.members, bucket.count, delta)
@@ -175,7 +177,7 @@ class Weights(NamedTuple):
     inverse: Tensor
 
 
-def weights(call: Call, bucket: Bucket, found: Weights) -> Launch:
+def weights(call: RaggedCall, bucket: Bucket, found: Weights) -> Launch:
     """The weights of rows beside a bias."""
     args, (query, key), beside = call.args, call.args[:2], _beside(call)
     config = call.configs.long.get("queries") or long_config("queries", call.block_d, call.size, call.arch)
@@ -189,7 +191,7 @@ def weights(call: Call, bucket: Bucket, found: Weights) -> Launch:
     return Launch(weights_kernel, *programs, tensors, numbers, _options(config))
 
 
-def backward_bias(call: Call, bucket: Bucket, dout: Tensor, found: Weights, delta: Tensor, dbias: Tensor) -> Launch:
+def backward_bias(call: RaggedCall, bucket: Bucket, dout: Tensor, found: Weights, delta: Tensor, dbias: Tensor) -> Launch:
     """The gradient of a bias. dbias: float32 `[rows, owners, max_q, max_k]`, to which it is added."""
     args, (query, key, value), beside = call.args, call.args[:3], _beside(call)
     config = call.configs.long.get("queries") or long_config("queries", call.block_d, call.size, call.arch)
@@ -210,7 +212,7 @@ def backward_bias(call: Call, bucket: Bucket, dout: Tensor, found: Weights, delt
 
 
 def backward_long(
-    call: Call, bucket: Bucket, dout: Tensor, found: Weights, delta: Tensor, gradients: Gradients, clears: bool
+    call: RaggedCall, bucket: Bucket, dout: Tensor, found: Weights, delta: Tensor, gradients: Gradients, clears: bool
 ) -> tuple[Launch, Launch]:
     """Backward of sequences of any length: dK and dV, then dQ."""
     args, (dq, dk, dv), beside = call.args, gradients, _beside(call)
@@ -238,7 +240,7 @@ def backward_long(
     )
 
 
-def clearing(call: Call, *written: Tensor) -> Launch:
+def clearing(call: RaggedCall, *written: Tensor) -> Launch:
     """Zeros behind the last sequence of packed tensors: out, or all three gradients. For kernels that do not do it themselves."""
     args, (first, second, third) = call.args, written if len(written) == 3 else written * 3
     tensors = (first, second, third, args.cu_seqlens_q, args.cu_seqlens_k)

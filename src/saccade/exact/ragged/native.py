@@ -1,4 +1,4 @@
-"""Describes the launches of a small packed batch to C++, which then makes them again for any batch of the kind (`saccade.native`)."""
+"""Describes the launches of a small packed batch to C++, which then replays them for any batch of the kind (`saccade.native`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from saccade.exact.long import sm90
 from saccade.exact.ragged import call as calls
-from saccade.exact.ragged import launches, sm90
-from saccade.exact.ragged.call import Bucket, Call
+from saccade.exact.ragged import launches
+from saccade.exact.ragged.call import Bucket, RaggedCall
 from saccade.exact.ragged.launchers import backward_by_cuda, forward_by_cuda
 from saccade.exact.ragged.launches import Launch
 from saccade.exact.ragged.plan import MOST_AT_ONCE
@@ -33,7 +34,7 @@ from saccade.native.described import (
 
 Places = dict[str, Place]
 NULL: Place = (-1, 0)
-# what takes the place of `Call.varying`
+# what takes the place of `RaggedCall.varying`
 _VARYING = (QUERIES, KEYS, SEQUENCES, QUERIES, LONGEST_Q, LONGEST_K)
 # and of `sm90.Plan.free`
 _FREE: tuple[Place, ...] = (
@@ -43,7 +44,7 @@ _FREE: tuple[Place, ...] = (
 
 def limits(args: VarlenArgs) -> tuple[int, int, int]:
     """(width, most, most sequences): a batch is one launch while sequences times its longest times width are at most `most`."""
-    call = Call(args)
+    call = RaggedCall(args)
     return call.heads * call.block_d, calls.ONE_LAUNCH, MOST_AT_ONCE
 
 
@@ -84,10 +85,10 @@ class _Known(NamedTuple):
         return tuple([self.place(x) for x in (args.cu_seqlens_q, args.cu_seqlens_k, bucket.members, bucket.count)])
 
 
-def _known(args: VarlenArgs, others: dict[str, Tensor], places: Places) -> tuple[Call, Call, _Known] | None:
+def _known(args: VarlenArgs, others: dict[str, Tensor], places: Places) -> tuple[RaggedCall, RaggedCall, _Known] | None:
     """The call, the same call with the longest lengths of its kind, which C++ tells apart by the next power of two, and its tensors; None where there
     is more than one launch of sequences."""
-    call = Call(args)
+    call = RaggedCall(args)
     bucket = call.at_once()
     # the map of a single token says nothing of the distance to the next
     if bucket is None or (not bucket.tile and min(call.total_q, call.total_k) == 1):
@@ -95,7 +96,7 @@ def _known(args: VarlenArgs, others: dict[str, Tensor], places: Places) -> tuple
     longest = pow2(max(args.max_q, args.max_k))
     named = args._asdict() | others
     tensors = [(named[name], place) for name, place in places.items() if isinstance(named.get(name), Tensor)]
-    return call, Call(args._replace(max_q=longest, max_k=longest)), _Known(tensors, bucket, call.sequences)
+    return call, RaggedCall(args._replace(max_q=longest, max_k=longest)), _Known(tensors, bucket, call.sequences)
 
 
 def _all(found: list[Described | None]) -> list[Described] | None:
@@ -103,7 +104,7 @@ def _all(found: list[Described | None]) -> list[Described] | None:
 
 
 def describe_forward(args: VarlenArgs, out: Tensor, lse: Tensor, places: Places) -> list[Described] | None:
-    """The launches of a forward call that was made; None where C++ cannot make them again."""
+    """The launches of a forward call that was made; None if C++ cannot replay them."""
     found = _known(args, {"out": out, "lse": lse}, places)
     if found is None:
         return None

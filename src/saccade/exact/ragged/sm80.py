@@ -16,9 +16,9 @@ from torch import Tensor
 
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import SMALL_SHARED, arch_of, multiprocessors
-from saccade.launch.aside import FAILURES, failure_of, set_aside
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import HEADERS
+from saccade.launch.disabled import FAILURES, disable, failure_of
 from saccade.nvrtc import Bound, Options, Parameters, Source, load, obstacles
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "backward.cu", (HEADERS,))
@@ -119,7 +119,7 @@ def backward(
     try:
         launch = _launch(tile, args, (query, key, value, dout, out, *gradients), dlse is not None, config)
     except FAILURES as error:
-        set_aside(_named(tile, args), "the Triton kernel of this bucket", error)
+        disable(_named(tile, args), "the Triton kernel of this bucket", error)
         return False
     tensors = (
         query, key, value, args.cu_seqlens_q, args.cu_seqlens_k, members, count, dout, out, lse, lse if dlse is None else dlse, *gradients,

@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade.engine.calls import values_known
 from saccade.engine.window import NO_LIMIT
 from saccade.exact.args import AttentionArgs
-from saccade.exact.ragged.call import Call
+from saccade.exact.ragged.call import RaggedCall
 from saccade.exact.ragged.config import TOKENS_MAX_DIM, token_config
 from saccade.exact.ragged.launches import Gradients
 from saccade.exact.ragged.token_dropout import survivors_kernel
@@ -28,9 +28,9 @@ _DRAWN = 32  # rows of a program of `survivors_kernel`
 _MAX_KNOWN = 16
 
 
-def takes(call: Call) -> bool:
+def takes(call: RaggedCall) -> bool:
     """Whether token tiles compute a call: packed self-attention without a bias, while a CUDA graph is captured or with a window. Other eager calls
-    stay with the launches that C++ repeats."""
+    stay with the launches that C++ replays."""
     args = call.args
     if has_window(args):
         return True
@@ -80,11 +80,11 @@ def has_window(args: VarlenArgs | AttentionArgs) -> bool:
     return (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT)
 
 
-def _varying(call: Call, words: int) -> tuple[int, ...]:
+def _varying(call: RaggedCall, words: int) -> tuple[int, ...]:
     return call.total_q, call.sequences, call.sequences.bit_length(), words, *_window(call)
 
 
-def _window(call: Call) -> tuple[int, int]:
+def _window(call: RaggedCall) -> tuple[int, int]:
     """(left, right), at most all tokens."""
     args = call.args
     left, right = (call.total_q if end == NO_LIMIT else min(end, call.total_q) for end in (args.window_left, args.window_right))
@@ -103,7 +103,7 @@ def _alignment(args: VarlenArgs) -> int:
     return UPPER_LEFT if _causal(args) else FULL
 
 
-def _survivors(call: Call, bounds: Tensor) -> tuple[Tensor, int]:
+def _survivors(call: RaggedCall, bounds: Tensor) -> tuple[Tensor, int]:
     """(which weights survive dropout, a bit each, int32 `[H, T, words]`; words of a row). Drawn again in backward, so that no layer keeps them."""
     args = call.args
     if args.seed is None:
@@ -119,7 +119,7 @@ def _survivors(call: Call, bounds: Tensor) -> tuple[Tensor, int]:
     return bits, words
 
 
-def forward(call: Call, out: Tensor, lse: Tensor) -> None:
+def forward(call: RaggedCall, out: Tensor, lse: Tensor) -> None:
     """out and lse of all tokens."""
     args, config = call.args, token_config("fwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
@@ -135,7 +135,7 @@ def forward(call: Call, out: Tensor, lse: Tensor) -> None:
     launch_any(forward_tokens_kernel, programs, tensors, _varying(call, words), numbers, num_warps=config.warps)
 
 
-def backward(call: Call, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients) -> None:
+def backward(call: RaggedCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients) -> None:
     """Every gradient of all tokens."""
     args, config = call.args, token_config("bwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]

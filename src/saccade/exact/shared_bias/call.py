@@ -29,7 +29,7 @@ class Given(NamedTuple):
     visible: Tensor
 
 
-class Call:
+class SharedBiasCall:
     """A call without its data. Its tensors have dense last dimensions; its bias is a view `[W, H, Tq, Tk]`, with strides of 0 where it broadcasts."""
 
     def __init__(self, args: AttentionArgs, config: Config | None = None, bias_grad: bool = False):
@@ -106,14 +106,14 @@ class Call:
         return self.padded, self.unit, self.block_d != self.head_dim, wide, self.wide_bias, self.precision
 
 
-def call_of(args: AttentionArgs, config: Config | None, bias_grad: bool) -> Call:
+def call_of(args: AttentionArgs, config: Config | None, bias_grad: bool) -> SharedBiasCall:
     """The call of these arguments: that of its signature, if the call was prepared."""
     if args.launches is None:
-        return Call(args, config, bias_grad)
+        return SharedBiasCall(args, config, bias_grad)
     chosen = config or config_of(pow2(max(16, args.query.shape[3])), args.query.element_size(), arch_of(args.query.device))
     found = args.launches.get(("shared_bias", bias_grad))
     if found is None or found.config is not chosen:
-        found = args.launches.remember(("shared_bias", bias_grad), Call(args, chosen, bias_grad))
+        found = args.launches.remember(("shared_bias", bias_grad), SharedBiasCall(args, chosen, bias_grad))
     return found
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from saccade.engine.layout import empty_like_heads, unpack
 from saccade.exact.args import AttentionArgs
 from saccade.exact.shared_bias import launches
-from saccade.exact.shared_bias.call import Call, Given, call_of, dense_last
+from saccade.exact.shared_bias.call import Given, SharedBiasCall, call_of, dense_last
 from saccade.exact.shared_bias.config import Config
 
 
@@ -57,14 +57,14 @@ def backward(
     return dq, dk, dv, _of_shape(dbias, bias)
 
 
-def alone(call: Call, given: Given, dout: Tensor, numbers: Tensor) -> Tensor:
+def alone(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor) -> Tensor:
     """The gradient of the bias by a kernel of its own, float32 `[W, Hb, Tq, Tk]`."""
     dbias = _sums(call, launches.bias_chunks(call))
     launches.bias(call, given, dout, numbers, dbias)
     return _total(dbias)
 
 
-def joined(call: Call, given: Given, dout: Tensor, numbers: Tensor, dq: Tensor) -> Tensor:
+def joined(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor, dq: Tensor) -> Tensor:
     """The same by a kernel that computes dQ too."""
     sections = launches.sections(call)
     dbias = _sums(call, launches.joined_chunks(call))
@@ -84,7 +84,7 @@ def _with_dense_rows(args: AttentionArgs) -> AttentionArgs:
     return args if same else args._replace(query=rows[0], key=rows[1], value=rows[2], launches=None)
 
 
-def _sums(call: Call, chunks: int) -> Tensor:
+def _sums(call: SharedBiasCall, chunks: int) -> Tensor:
     """Memory for the sums of each chunk, float32 `[Z, W, Hb, Tq, Tk]`."""
     shape = (chunks, call.windows, call.bias_owners, call.q_len, call.kv_len)
     return torch.empty(shape, dtype=torch.float32, device=call.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade.exact.shared_bias.backward import keys_kernel, queries_kernel, rows_kernel
 from saccade.exact.shared_bias.bias_gradient import bias_kernel, joined_kernel
-from saccade.exact.shared_bias.call import Call, Given
+from saccade.exact.shared_bias.call import Given, SharedBiasCall
 from saccade.exact.shared_bias.config import Joined, Shape
 from saccade.exact.shared_bias.forward import forward_kernel
 from saccade.launch.triton import launch
@@ -23,7 +23,7 @@ def _options(shape: Shape | Joined) -> dict[str, Any]:
     return {"num_warps": shape.warps, "num_stages": shape.stages}
 
 
-def _sizes(call: Call) -> tuple:
+def _sizes(call: SharedBiasCall) -> tuple:
     return call.q_len, call.kv_len, call.head_dim, call.scale
 
 
@@ -32,11 +32,11 @@ def _strides(*tensors: Tensor) -> tuple:
     return tuple([x.stride()[:3] for x in tensors])
 
 
-def _shape(call: Call, shape: Shape) -> tuple:
+def _shape(call: SharedBiasCall, shape: Shape) -> tuple:
     return call.group, shape.tile_q, shape.tile_k, call.block_d, *call.has
 
 
-def forward(call: Call, given: Given, out: Tensor, lse: Tensor) -> None:
+def forward(call: SharedBiasCall, given: Given, out: Tensor, lse: Tensor) -> None:
     """out and lse."""
     shape, strides = call.config.forward, _strides(out)
 
@@ -54,7 +54,7 @@ def _with(plan: tuple[int, tuple], tensors: tuple[Tensor, ...]) -> tuple[int, tu
     return programs, tensors, numbers
 
 
-def rows(call: Call, given: Given, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+def rows(call: SharedBiasCall, given: Given, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
     """The numbers of each query, float32 `[3, B, H, Tq]`."""
     numbers = torch.empty((3, *lse.shape), dtype=torch.float32, device=lse.device)
     shape, strides = call.config.queries, _strides(dout, out)
@@ -71,7 +71,7 @@ def rows(call: Call, given: Given, dout: Tensor, dlse: Tensor | None, out: Tenso
     return numbers
 
 
-def keys(call: Call, given: Given, dout: Tensor, numbers: Tensor, dk: Tensor, dv: Tensor) -> None:
+def keys(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor, dk: Tensor, dv: Tensor) -> None:
     """dK and dV."""
     shape, strides = call.config.keys, _strides(dout, dk, dv)
 
@@ -85,7 +85,7 @@ def keys(call: Call, given: Given, dout: Tensor, numbers: Tensor, dk: Tensor, dv
     launch(keys_kernel, *_with(call.once("keys", strides, plan), tensors), **_options(shape))
 
 
-def queries(call: Call, given: Given, dout: Tensor, numbers: Tensor, dq: Tensor) -> None:
+def queries(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor, dq: Tensor) -> None:
     """dQ."""
     shape, strides = call.config.queries, _strides(dout, dq)
 
@@ -98,17 +98,17 @@ def queries(call: Call, given: Given, dout: Tensor, numbers: Tensor, dq: Tensor)
     launch(queries_kernel, *_with(call.once("queries", strides, plan), tensors), **_options(shape))
 
 
-def _bias_programs(call: Call) -> int:
+def _bias_programs(call: SharedBiasCall) -> int:
     shape = call.config.bias
     return call.windows * call.bias_owners * _tiles(call.q_len, shape.tile_q) * _tiles(call.kv_len, shape.tile_k)
 
 
-def bias_chunks(call: Call) -> int:
+def bias_chunks(call: SharedBiasCall) -> int:
     """Chunks into which `bias` divides the rows that share a bias."""
     return call.chunks(_bias_programs(call))[1]
 
 
-def bias(call: Call, given: Given, dout: Tensor, numbers: Tensor, dbias: Tensor) -> None:
+def bias(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor, dbias: Tensor) -> None:
     """The gradient of the bias, float32 `[Z, W, Hb, Tq, Tk]`."""
     shape, strides = call.config.bias, _strides(dout)
 
@@ -123,26 +123,28 @@ def bias(call: Call, given: Given, dout: Tensor, numbers: Tensor, dbias: Tensor)
     launch(bias_kernel, *_with(call.once("bias", strides, plan), tensors), **_options(shape))
 
 
-def _joined_shape(call: Call) -> Joined:
+def _joined_shape(call: SharedBiasCall) -> Joined:
     assert call.config.joined is not None, "the configuration has a joined kernel"
     return call.config.joined
 
 
-def sections(call: Call) -> int:
+def sections(call: SharedBiasCall) -> int:
     """Sections of keys of the joined kernel."""
     return _joined_shape(call).tiles(call.kv_len)[1]
 
 
-def _joined_programs(call: Call) -> int:
+def _joined_programs(call: SharedBiasCall) -> int:
     return call.windows * call.bias_owners * sections(call) * _tiles(call.q_len, _joined_shape(call).tile_q)
 
 
-def joined_chunks(call: Call) -> int:
+def joined_chunks(call: SharedBiasCall) -> int:
     """Chunks into which `joined` divides the rows that share a bias."""
     return call.chunks(_joined_programs(call))[1]
 
 
-def joined(call: Call, given: Given, dout: Tensor, numbers: Tensor, dq: Tensor, section_stride: int, dbias: Tensor) -> None:
+def joined(
+    call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor, dq: Tensor, section_stride: int, dbias: Tensor
+) -> None:
     """dQ, or the part of each section, and the gradient of the bias, float32 `[Z, W, Hb, Tq, Tk]`."""
     shape, strides = _joined_shape(call), _strides(dout, dq)
 

@@ -12,11 +12,11 @@ from saccade.engine.problem import Problem
 from saccade.engine.rule import Row, Rule, square, table, taken
 from saccade.engine.window import why_no_window
 from saccade.exact import measured
+from saccade.exact.problem import SHORT_TOKENS
 from saccade.exact.short.measured import gains
 from saccade.hardware import SMALL_SHARED
 from saccade.launch.requirements import triton_reasons
 
-MAX_LEN = 128
 MAX_HEAD_DIM = 256
 # batch x heads below which host time decides, of which torch's function needs less: an eager call costs 28 to 64 us of host time
 # in forward and 300 us with backward, torch's 20 to 29 us and 150 us (benchmarks/results/h200/short_auto.csv: forward 0.5x at 768
@@ -37,8 +37,8 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
     if reasons and torch.compiler.is_compiling():
         return reasons  # lengths may be symbols, and a comparison would be a guard of the graph
-    if max(problem.q_len, problem.kv_len) > MAX_LEN:
-        reasons.append(f"needs Tq and Tk of at most {MAX_LEN}, got {problem.q_len} and {problem.kv_len}")
+    if max(problem.q_len, problem.kv_len) > SHORT_TOKENS:
+        reasons.append(f"needs Tq and Tk of at most {SHORT_TOKENS}, got {problem.q_len} and {problem.kv_len}")
     if not 1 <= problem.head_dim <= MAX_HEAD_DIM:
         reasons.append(f"needs a head dim of 1 to {MAX_HEAD_DIM}, got {problem.head_dim}")
     if problem.value_dim != problem.head_dim:

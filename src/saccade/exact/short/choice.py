@@ -7,7 +7,7 @@ from typing import NamedTuple
 from saccade.engine.problem import Problem
 from saccade.exact.short.config import Config, kernel_name, pick, tile_size
 from saccade.hardware import multiprocessors, usual_multiprocessors
-from saccade.launch.aside import failure_of
+from saccade.launch.disabled import failure_of
 from saccade.nvrtc import obstacles
 
 # programs per multiprocessor in the configurations for a shared bias; those configurations are used if there is work for that

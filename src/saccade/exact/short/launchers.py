@@ -15,7 +15,7 @@ from saccade.exact.short.config import Config
 from saccade.exact.short.launch import BackwardPlan, Launch, aligned, launches_of, metadata, takes_tma
 from saccade.exact.short.plans_triton import BackwardCall
 from saccade.exact.short.sm90 import Sm90Launch
-from saccade.launch.aside import FAILURES, set_aside
+from saccade.launch.disabled import FAILURES, disable
 
 
 def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
         launches.pop(signed)
         if config is not None or not isinstance(launch, Sm90Launch):
             raise
-        set_aside(launch.built.name, "the Triton kernel of this call", error)
+        disable(launch.built.name, "the Triton kernel of this call", error)
         return forward(args)
     return out, lse
 
@@ -82,7 +82,7 @@ def backward(
         launches.pop(signed)
         if config is not None or not isinstance(plan.launch, Sm90Launch):
             raise
-        set_aside(plan.launch.built.name, "the Triton kernel of this call", error)
+        disable(plan.launch.built.name, "the Triton kernel of this call", error)
         return backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=packed)
     if plan.kv_share > 1:
         for heads, total in ((dk_heads, dk), (dv_heads, dv)):

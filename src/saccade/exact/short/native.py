@@ -1,4 +1,4 @@
-"""Describes the launches of a call to C++, which then makes them again (`saccade.native`)."""
+"""Describes the launches of a call to C++, which then replays them (`saccade.native`)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from saccade.engine.prepare import Prepared, finder, prepare, traced
 from saccade.engine.sharded import HEADS, Dims, call_on_shards, is_dtensor, placed
 from saccade.engine.window import check_window, ends_of
 from saccade.errors import InvalidArgument
-from saccade.exact.varlen import again
+from saccade.exact.varlen import replay
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs, VarlenCall, VarlenPackedCall
 from saccade.exact.varlen.backends import BACKENDS
 from saccade.exact.varlen.op import OPS
@@ -256,8 +256,8 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
         window = check_window(window)
         call = (*call[:_WINDOW], window, *call[_WINDOW + 1 :])
     if attn_bias is None and window is None and not traced():
-        known = again.call_of(call, qkv)
-        found = again.made(known)
+        known = replay.call_of(call, qkv)
+        found = replay.replayed(known)
         if found is not None:
             return found
     prepared = _prepare(call, qkv is not None)
@@ -273,13 +273,13 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
         with uncast(query):
             out, lse = chosen.attend(args, problem)
     elif not problem.needs_grad:
-        out, lse = OPS.forward(args, prepared.asked)
+        out, lse = OPS.forward(args, prepared.op_name)
     else:
         function, rows = (OPS.separate, (query, key, value)) if qkv is None else (OPS.packed, (qkv,))
         given = (*rows, offsets_q, None if same else offsets_k, *rest)
-        out, lse = applied(function, problem, chosen.name, *given, prepared.asked, True)
+        out, lse = applied(function, problem, chosen.name, *given, prepared.op_name, True)
     if known is not None:
-        again.offer(prepared, known, args, out, lse, qkv)
+        replay.record(prepared, known, args, out, lse, qkv)
     return (out, lse) if problem.return_lse and lse is not None else out
 
 

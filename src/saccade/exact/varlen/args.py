@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from saccade.engine.prepare import OFFSETS, TOKENS
 from saccade.engine.record import LAUNCHERS_ONLY, Differentiable, DifferentiableOrNone, Same, Size
 from saccade.engine.sharded import HEADS, NEITHER, Dims
 from saccade.engine.window import NO_LIMIT
+from saccade.exact.args import AttentionArgs, windows_of
 
 # which keys a query sees: all; key j <= query i, as torch's function; key j <= query i + Tk - Tq of its sequence, as flash-attn. A window is aligned
 # likewise, that of FULL as UPPER_LEFT; FULL_BOTTOM_RIGHT is FULL with a window that is aligned with the last key
@@ -80,3 +81,22 @@ class VarlenArgs(NamedTuple):
     window_left: int = NO_LIMIT
     window_right: int = NO_LIMIT
     mask: Annotated[Tensor | None, LAUNCHERS_ONLY] = None
+
+
+def of_dense(args: AttentionArgs) -> VarlenArgs:
+    """Dense rows as the record of sequences: their lengths, or None for whole rows, stand in both places of cu_seqlens."""
+    causal = UPPER_LEFT if args.is_causal else FULL
+    lengths: Any = args.lengths  # of whole rows nothing is read there
+    batch, heads, q_len, _ = args.query.shape
+    pairs = (heads, q_len, args.key.shape[2])
+    bias, mask = args.bias, args.mask
+    if bias is not None:
+        bias = _expanded(bias, windows_of(bias, batch) or batch, pairs)
+    if mask is not None:
+        mask = _expanded(mask, batch, pairs)
+    return VarlenArgs(*args[:3], lengths, lengths, bias, args.seed, *pairs[1:], args.dropout_p, causal, args.scale, mask=mask)
+
+
+def _expanded(tensor: Tensor, rows: int, pairs: tuple[int, int, int]) -> Tensor:
+    """A view `[rows, H, Tq, Tk]`, with strides of 0 where the tensor broadcasts."""
+    return tensor[(None,) * (4 - tensor.dim())].expand(rows, *pairs)

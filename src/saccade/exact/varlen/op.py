@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.engine.layout import TOKENS
 from saccade.engine.record import Fields
-from saccade.exact.op_again import Replayed
+from saccade.exact.op_replay import OpReplay
 from saccade.exact.ops import Ops
 from saccade.exact.varlen.args import ALIGNMENTS, VarlenArgs
 from saccade.exact.varlen.backends import BACKENDS
@@ -34,9 +34,9 @@ def _pairs(args: VarlenArgs) -> int:
     return heads * int((offsets[0].diff().long() * offsets[1].diff().long()).sum())
 
 
-def _replayed(
+def _replay_of(
     direction: str, before: tuple[str, ...], after: tuple[str, ...], results: tuple[str, ...], layouts: Any
-) -> Replayed:
+) -> OpReplay:
     """C++ takes the sizes that change from batch to batch first, then tensors, then numbers. It replays no call with a bias or a gradient of lse.
 
     before, after: what the op takes before and after the fields of the record.
@@ -58,7 +58,7 @@ def _replayed(
         found = take(arguments)
         return (*found[:causal], ALIGNMENTS[found[causal]], *found[causal + 1 :], direction)
 
-    return Replayed(call, names, results, layouts)
+    return OpReplay(call, names, results, layouts)
 
 
 def _like(tensor: Tensor, tokens: int) -> tuple[Tensor, tuple[int, ...]]:
@@ -79,9 +79,9 @@ def _backward_layouts(results: tuple[Tensor, ...]) -> list:
 OPS = Ops(
     "attention_varlen", ("Varlen", "VarlenPacked"), VarlenArgs, BACKENDS, TOKENS,
     attend=attend, pairs=_pairs, shapes=_shapes, needs_out=True,
-    replayed=(
-        _replayed("forward", (), ("backend",), ("out", "lse"), _forward_layouts),
-        _replayed(
+    replays=(
+        _replay_of("forward", (), ("backend",), ("out", "lse"), _forward_layouts),
+        _replay_of(
             "backward", ("dout", "dlse", "out", "lse"), ("bias_grad", "backend"), ("dquery", "dkey", "dvalue", "none", "scratch"),
             _backward_layouts,
         ),

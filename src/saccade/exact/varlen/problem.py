@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade.engine.arguments import FLOATING, check_flag, check_grouped, check_probability, check_scale, check_tensors
 from saccade.engine.calls import values_known
 from saccade.engine.kinds import check_kinds, check_kinds_but_sharded
-from saccade.engine.problem import DTYPE_NAMES, replayed
+from saccade.engine.problem import DTYPE_NAMES, compiled_or_captured
 from saccade.engine.window import Window, check_alone, check_window, restricting, shown_window
 from saccade.env import check_lengths
 from saccade.errors import InvalidArgument
@@ -170,7 +170,7 @@ def describe_as_packed(
     q, k, v = (x.transpose(1, 2).reshape(batch * x.shape[2], x.shape[1], x.shape[3]) for x in (query, key, value))
     return describe_varlen(
         q, k, v, offsets, offsets, query.shape[2], key.shape[2], dropout_p, UPPER_LEFT if is_causal else FULL, scale, enable_gqa,
-        attn_mask, return_lse, needs_grad, False, not replayed(query), window,
+        attn_mask, return_lse, needs_grad, False, not compiled_or_captured(query), window,
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def _check_bias(bias: Any, query: Tensor, heads: int, max_q: int, max_k: int) ->
 def on_the_host(query: Tensor, *offsets: Any) -> bool:
     """Whether the host may read the offsets of a call: not where a program is made that is to run with others too (compiled, captured, traced),
     nor where torch.func maps over them or makes them functional."""
-    if replayed(query) or torch._C._get_tracing_state() is not None:
+    if compiled_or_captured(query) or torch._C._get_tracing_state() is not None:
         return False
     if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         return False

@@ -1,4 +1,4 @@
-"""Launchers of the Volta kernels. A `Call` is all that a launch needs, so that it can be looked at, or run elsewhere, without a GPU."""
+"""Launchers of the Volta kernels. A `CudaLaunch` is all that a launch needs, so that it can be looked at, or run elsewhere, without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from saccade.exact.args import AttentionArgs
 from saccade.exact.volta.config import DELTA_THREADS, OWNED_KEYS, backward_tile, forward_tile
 from saccade.hardware import arch_of
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, Call, run, stride_names, strides
+from saccade.launch.cuda import HEADERS, CudaLaunch, run, stride_names, strides
 from saccade.launch.dropout import drop_threshold
 from saccade.nvrtc import Options, Parameters, Source
 
@@ -63,7 +63,7 @@ class Features(NamedTuple):
     half_sums: bool = False
 
 
-def _run(make: Callable[..., Call], tensors: tuple[Tensor | None, ...], *options: Any) -> None:
+def _run(make: Callable[..., CudaLaunch], tensors: tuple[Tensor | None, ...], *options: Any) -> None:
     """Launch what `make(*tensors, *options, architecture)` describes."""
     run(make, tensors, options, arch_of)
 
@@ -122,7 +122,7 @@ def backward(
 def forward_call(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, out: Tensor,
     lse: Tensor, features: Features, arch: int,
-) -> Call:  # fmt: skip
+) -> CudaLaunch:  # fmt: skip
     """The launch of `volta_forward`; operands as `_operands` makes them."""
     batch, heads, q_len, head_dim = query.shape
     tile = forward_tile(head_dim, q_len, mask is not None, arch)
@@ -137,7 +137,7 @@ def forward_call(
         "factor": features.scale * LOG2E, "survival": 1.0 - features.dropout_p,
     }  # fmt: skip
     grid = (batch * heads * tiles, 1)
-    return Call(
+    return CudaLaunch(
         _source("volta_forward"), "volta_forward", FORWARD_PARAMETERS, Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes,
         arguments,
     )  # fmt: skip
@@ -146,7 +146,7 @@ def forward_call(
 def delta_call(
     query: Tensor, key: Tensor, mask: Tensor | None, lengths: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
     shift: Tensor, delta: Tensor, far: Tensor, features: Features, arch: int,
-) -> Call:  # fmt: skip
+) -> CudaLaunch:  # fmt: skip
     """The launch of `volta_delta`, which writes what backward reads of each row: shift and delta, float32 `[B, H, Tq]`, and far, two of them."""
     batch, heads, q_len, head_dim = query.shape
     rows = batch * heads * q_len
@@ -162,13 +162,15 @@ def delta_call(
         "factor": features.scale * LOG2E,
     }  # fmt: skip
     grid = (-(-rows // (DELTA_THREADS // 8)), 1)
-    return Call(_source("volta_delta"), "volta_delta", DELTA_PARAMETERS, Options.of(defines), grid, DELTA_THREADS, 0, arguments)
+    return CudaLaunch(
+        _source("volta_delta"), "volta_delta", DELTA_PARAMETERS, Options.of(defines), grid, DELTA_THREADS, 0, arguments
+    )
 
 
 def backward_call(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, dout: Tensor,
     shift: Tensor, delta: Tensor, far: Tensor, dquery: Tensor | None, dkey: Tensor, dvalue: Tensor, features: Features, arch: int,
-) -> Call:  # fmt: skip
+) -> CudaLaunch:  # fmt: skip
     """The launch of `volta_backward`; dquery float32 `[B, H, Tq, D]`, None for dK and dV alone."""
     batch, kv_heads, kv_len, head_dim = key.shape
     tile = backward_tile(head_dim, arch)
@@ -184,7 +186,7 @@ def backward_call(
         "kv_tiles": tiles, "threshold": drop_threshold(features.dropout_p), **_factors(features), "scale": features.scale,
     }  # fmt: skip
     grid = (batch * kv_heads * tiles, 1)
-    return Call(
+    return CudaLaunch(
         _source("volta_backward"), "volta_backward", BACKWARD_PARAMETERS, Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes,
         arguments,
     )  # fmt: skip
@@ -193,7 +195,7 @@ def backward_call(
 def query_gradient_call(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, dout: Tensor,
     shift: Tensor, delta: Tensor, far: Tensor, dquery: Tensor, features: Features, arch: int,
-) -> Call:  # fmt: skip
+) -> CudaLaunch:  # fmt: skip
     """The launch of `volta_query_gradient`, the deterministic dQ."""
     batch, heads, q_len, head_dim = query.shape
     tile = backward_tile(head_dim, arch)
@@ -207,7 +209,7 @@ def query_gradient_call(
         "q_tiles": tiles, "threshold": drop_threshold(features.dropout_p), **_factors(features), "scale": features.scale,
     }  # fmt: skip
     grid = (batch * heads * tiles, 1)
-    return Call(
+    return CudaLaunch(
         _source("volta_query_gradient"), "volta_query_gradient", QUERY_GRADIENT_PARAMETERS, Options.of(defines), grid, 32 * tile.warps,
         tile.shared_bytes, arguments,
     )  # fmt: skip
@@ -216,7 +218,7 @@ def query_gradient_call(
 def bias_gradient_call(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, lengths: Tensor | None, seed: Tensor | None, dout: Tensor,
     shift: Tensor, delta: Tensor, far: Tensor, dbias: Tensor, features: Features, arch: int,
-) -> Call:  # fmt: skip
+) -> CudaLaunch:  # fmt: skip
     """The launch of `volta_bias_gradient`; dbias float32, contiguous `[B or 1, H or 1, Tq or 1, Tk or 1]`, mask the bias, expanded."""
     batch, heads, q_len, head_dim = query.shape
     kv_len, tile = key.shape[2], backward_tile(head_dim, arch)
@@ -235,7 +237,7 @@ def bias_gradient_call(
         "threshold": drop_threshold(features.dropout_p), **_factors(features),
     }  # fmt: skip
     grid = (rows * bias_heads * q_programs * k_programs, 1)
-    return Call(
+    return CudaLaunch(
         _source("volta_bias_gradient"), "volta_bias_gradient", BIAS_GRADIENT_PARAMETERS, Options.of(defines), grid, 32 * tile.warps,
         tile.shared_bytes, arguments,
     )  # fmt: skip

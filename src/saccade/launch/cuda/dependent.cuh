@@ -1,4 +1,4 @@
-// Programmatic dependent launch (`Call.dependent`): a kernel starts while the one ahead of it in the stream still runs, so that launches
+// Programmatic dependent launch (`CudaLaunch.dependent`): a kernel starts while the one ahead of it in the stream still runs, so that launches
 // that follow each other lose neither their gap nor the time in which blocks arrive. Nothing below sm_90, where no launch is dependent.
 //
 // Every thread of a dependent kernel waits, blocks with nothing to do included: that a kernel is done has to mean that the one ahead of it

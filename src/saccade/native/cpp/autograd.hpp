@@ -78,7 +78,7 @@ Tensor total(const Tensor& memory, const std::vector<int64_t>& shares, const Lay
 }
 
 struct Backward : Node {
-    std::shared_ptr<Call> call;
+    std::shared_ptr<RecordedCall> call;
     Ragged ragged;
     std::vector<Saved> inputs;
     Saved lse, out, seed;

@@ -73,8 +73,8 @@ struct Planned {
     }
 };
 
-// A prepared call. With `by_torch` torch's own function runs; otherwise our launches do, and the first `differentiable` inputs get gradients.
-struct Call {
+// A call that Python recorded. With `by_torch` torch's own function runs; otherwise our launches do, and the first `differentiable` inputs get gradients.
+struct RecordedCall {
     bool by_torch = false, is_causal = false, grouped = false;
     double scale = 1.0, dropout = 0.0;  // of torch's function
     Tensor seen, hidden;  // the values that a boolean mask becomes for torch: 0 and -inf
@@ -108,17 +108,17 @@ struct Call {
         return !ragged || (sequences <= most_sequences && sequences * given.longest() * width <= most);
     }
 
-    // puts what is launched in the place of what was given; `made` holds it
-    void take(std::vector<const Tensor*>& tensors, std::array<Tensor, 2>& made) const {
-        if (wide) tensors[lengths] = &(made[0] = tensors[lengths]->to(at::kInt).contiguous());
-        if (expanded >= 0) tensors[expanded] = &(made[1] = tensors[expanded]->narrow(-2, 0, 1));
+    // puts what is launched in the place of what was given; `converted` holds it
+    void take(std::vector<const Tensor*>& tensors, std::array<Tensor, 2>& converted) const {
+        if (wide) tensors[lengths] = &(converted[0] = tensors[lengths]->to(at::kInt).contiguous());
+        if (expanded >= 0) tensors[expanded] = &(converted[1] = tensors[expanded]->narrow(-2, 0, 1));
     }
 
     std::mutex mutex;
     std::unordered_map<Key, Planned, Hash> backward;  // by the layout of the incoming gradient
     PyObject* plan_backward = nullptr;                // `(*inputs, lse, dout, perhaps out, perhaps seed) -> gradients`, which may add to `backward`
 
-    ~Call() {
+    ~RecordedCall() {
         if (plan_backward && Py_IsInitialized()) {
             PyGILState_STATE state = PyGILState_Ensure();
             Py_DECREF(plan_backward);

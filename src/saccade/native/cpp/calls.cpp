@@ -1,4 +1,4 @@
-// Repeats earlier calls from C++: look-up, allocation, launch and autograd take about 5 us of host time, in Python 30 to 60. Python describes a call once (`Memory.remember`); from then on `Memory.run` makes it.
+// Replays recorded calls: look-up, allocation, launch and autograd take about 5 us of host time, in Python 30 to 60. Python describes a call once (`Memory.remember`); from then on `Memory.run` replays it.
 // For whatever is new or unusual it returns None, and Python makes the call.
 #include <Python.h>
 
@@ -23,9 +23,9 @@
 
 namespace {
 
-// --- calls that are made again
+// --- replays
 
-Tensor run_ours(const std::shared_ptr<Call>& call, const std::vector<const Tensor*>& tensors, bool records, const Ragged& ragged = {}) {
+Tensor run_ours(const std::shared_ptr<RecordedCall>& call, const std::vector<const Tensor*>& tensors, bool records, const Ragged& ragged = {}) {
     RECORD_FUNCTION("saccade::KnownAttention", c10::ArrayRef<c10::IValue>{});  // a range while a profiler runs, else the look at a flag
     const at::Device device = tensors[0]->device();
     Tensor out, lse, seed;
@@ -75,11 +75,11 @@ PyObject* memory_run(Memory* self, PyObject* const* arguments, Py_ssize_t count)
     if (!read_call(arguments, count, tensors, key, records)) Py_RETURN_NONE;
     auto found = self->calls->find(key);
     if (found == self->calls->end()) Py_RETURN_NONE;
-    std::shared_ptr<Call> call = found->second;
+    std::shared_ptr<RecordedCall> call = found->second;
     if (call->lengths >= 0 && !self->has_checked(*tensors[call->lengths], call->keys)) Py_RETURN_NONE;
     if (!call->by_torch) {
-        std::array<Tensor, 2> made;
-        call->take(tensors, made);
+        std::array<Tensor, 2> converted;
+        call->take(tensors, converted);
         return THPVariable_Wrap(run_ours(call, tensors, records));
     }
     std::optional<Tensor> added;
@@ -106,20 +106,20 @@ PyObject* memory_compute(Memory* self, PyObject* const* arguments, Py_ssize_t co
     if (!read_any(arguments, count, given, key, records, ragged)) Py_RETURN_NONE;
     auto found = self->calls->find(key);
     if (found == self->calls->end() || !found->second->fits(ragged)) Py_RETURN_NONE;
-    std::shared_ptr<Call> call = found->second;
+    std::shared_ptr<RecordedCall> call = found->second;
     const at::Device device = given[0]->device();
-    std::vector<Tensor> made;
+    std::vector<Tensor> allocated;
     std::vector<int64_t> addresses;
     for (const Tensor* tensor : given) addresses.push_back(reinterpret_cast<int64_t>(tensor->const_data_ptr()));
-    for (const Layout& layout : call->results) made.push_back(layout.allocate(ragged, device));
+    for (const Layout& layout : call->results) allocated.push_back(layout.allocate(ragged, device));
     for (size_t i = 0; i < call->op.scratch.size(); ++i)
-        made.push_back(at::empty({call->op.bytes(i, ragged)}, at::TensorOptions().dtype(at::kByte).device(device)));
-    for (const Tensor& tensor : made) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
+        allocated.push_back(at::empty({call->op.bytes(i, ragged)}, at::TensorOptions().dtype(at::kByte).device(device)));
+    for (const Tensor& tensor : allocated) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
     if (device.is_cuda()) driver.make_current(device.index());
     void* stream = stream_of(device);
     for (const Launch& launch : call->op.launches) launch.enqueue(addresses, ragged, stream);
     THPObjectPtr results(PyTuple_New(static_cast<Py_ssize_t>(call->results.size())));
-    for (size_t i = 0; i < call->results.size(); ++i) PyTuple_SET_ITEM(results.get(), i, THPVariable_Wrap(made[i]));
+    for (size_t i = 0; i < call->results.size(); ++i) PyTuple_SET_ITEM(results.get(), i, THPVariable_Wrap(allocated[i]));
     return results.release();
     END_HANDLE_TH_ERRORS
 }
@@ -136,7 +136,7 @@ PyObject* memory_run_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t
     if (!read_ragged(arguments, count, tensors, key, records, ragged)) Py_RETURN_NONE;
     auto found = self->calls->find(key);
     if (found == self->calls->end()) Py_RETURN_NONE;
-    std::shared_ptr<Call> call = found->second;
+    std::shared_ptr<RecordedCall> call = found->second;
     if (tensors.size() != static_cast<size_t>(call->inputs) || !call->fits(ragged)) Py_RETURN_NONE;
     return THPVariable_Wrap(run_ours(call, tensors, records, ragged));
     END_HANDLE_TH_ERRORS
@@ -146,15 +146,15 @@ PyObject* memory_run_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t
 
 // The end of a call may run Python, for a closure or a tensor that it held; and Python may use this memory, or let another thread in that does.
 // So nothing is destroyed inside the map: what leaves it is swapped out, and ends when the map is whole again.
-void store(Memory* self, const Key& key, std::shared_ptr<Call> call) {
+void store(Memory* self, const Key& key, std::shared_ptr<RecordedCall> call) {
     Calls all;
     if (self->calls->size() >= 4096) self->calls->swap(all);  // only a stream of ever new shapes gets here
     (*self->calls)[key].swap(call);
 }
 
 // A call as `remember` and `remember_ragged` are told of it: its tensors; behind the call itself out, lse, launches, gradients, plan_backward.
-std::shared_ptr<Call> described(const std::vector<const Tensor*>& tensors, PyObject* const* arguments) {
-    auto call = std::make_shared<Call>();
+std::shared_ptr<RecordedCall> described(const std::vector<const Tensor*>& tensors, PyObject* const* arguments) {
+    auto call = std::make_shared<RecordedCall>();
     call->inputs = static_cast<int>(tensors.size());
     call->out = layout_of(arguments[1]);
     call->lse = layout_of(arguments[2]);
@@ -169,7 +169,7 @@ std::shared_ptr<Call> described(const std::vector<const Tensor*>& tensors, PyObj
     return call;
 }
 
-// remember(call, out, lse, launches, gradients, plan_backward, form): False where C++ cannot make this call. form: whether out is transposed,
+// remember(call, out, lse, launches, gradients, plan_backward, form): False if C++ cannot replay this call. form: whether out is transposed,
 // whether backward needs it, whether a seed is drawn, the input that holds lengths or -1, the most that they may be, whether they are copied to
 // int32, and the input that is an expanded boolean mask or -1.
 PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
@@ -178,7 +178,7 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     std::vector<const Tensor*> tensors;
     Key key;
     if (!read_tuple(arguments[0], tensors, key)) Py_RETURN_FALSE;
-    std::shared_ptr<Call> call = described(tensors, arguments);
+    std::shared_ptr<RecordedCall> call = described(tensors, arguments);
     auto form = numbers(arguments[6]);
     TORCH_CHECK(form.size() == 7 && form[3] < call->inputs && form[6] < call->inputs && (form[3] >= 0 || !form[5]),
                 "a form has seven parts: transposed, saves_out, draws_seed, lengths, keys, wide, expanded");
@@ -195,14 +195,14 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
 }
 
 // remember_op(call, results, launches, scratch, per_query, limits): for `compute`; the results take the slots after the tensors of the call, then
-// comes scratch memory. For packed tokens a result is (a tensor of its dtype, its sizes), and limits are width, most and most_sequences of `Call`.
+// comes scratch memory. For packed tokens a result is (a tensor of its dtype, its sizes), and limits are width, most and most_sequences of `RecordedCall`.
 PyObject* memory_remember_op(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 6, "remember_op takes six arguments, the call first");
     std::vector<const Tensor*> tensors;
     Key key;
     if (!read_tuple(arguments[0], tensors, key)) Py_RETURN_FALSE;
-    auto call = std::make_shared<Call>();
+    auto call = std::make_shared<RecordedCall>();
     THPObjectPtr results(PySequence_Fast(arguments[1], "results is a sequence of tensors"));
     if (!results) throw python_error();
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(results.get()); ++i)
@@ -216,14 +216,14 @@ PyObject* memory_remember_op(Memory* self, PyObject* const* arguments, Py_ssize_
 }
 
 // remember_ragged(call, out, lse, launches, gradients, plan_backward, form): the same for packed tokens; the call begins with the longest of q and
-// of k. form: whether backward needs out, whether a seed is drawn, and width, most and most_sequences of `Call`.
+// of k. form: whether backward needs out, whether a seed is drawn, and width, most and most_sequences of `RecordedCall`.
 PyObject* memory_remember_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 7, "remember_ragged takes seven arguments, the call first");
     std::vector<const Tensor*> tensors;
     Key key;
     if (!read_tuple(arguments[0], tensors, key)) Py_RETURN_FALSE;
-    std::shared_ptr<Call> call = described(tensors, arguments);
+    std::shared_ptr<RecordedCall> call = described(tensors, arguments);
     auto form = numbers(arguments[6]);
     TORCH_CHECK(form.size() == 5, "a ragged form has five parts: saves_out, draws_seed, width, most, most_sequences");
     call->saves_out = form[0];
@@ -243,7 +243,7 @@ PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssi
     Key key;
     if (!read_tuple(arguments[0], tensors, key)) Py_RETURN_FALSE;
     TORCH_CHECK(tensors.size() == 3 || tensors.size() == 4, "torch's function takes query, key, value and perhaps a mask");
-    auto call = std::make_shared<Call>();
+    auto call = std::make_shared<RecordedCall>();
     call->by_torch = true;
     call->dropout = PyFloat_AsDouble(arguments[1]);
     call->is_causal = PyObject_IsTrue(arguments[2]);
@@ -266,7 +266,7 @@ PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_
     Key gradient;
     auto found = self->calls->find(numbers(arguments[0]));
     if (found == self->calls->end()) Py_RETURN_FALSE;
-    const std::shared_ptr<Call> call = found->second;
+    const std::shared_ptr<RecordedCall> call = found->second;
     describe(gradient, tensor_of(arguments[1]), call->ragged);
     Planned planned{launches_of(arguments[2]), numbers(arguments[3]), numbers(arguments[4]), numbers(arguments[5])};
     TORCH_CHECK(planned.shares.empty() || (planned.shares.size() == 3 && !planned.scratch.empty()), "shares are (groups, Tq, Tk) of a piece of scratch memory");
@@ -278,7 +278,7 @@ PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_
     END_HANDLE_TH_ERRORS
 }
 
-// key(call): the key of a call, None where C++ cannot make it
+// key(call): the key of a call, None if C++ cannot replay it
 PyObject* memory_key(Memory*, PyObject* call) {
     HANDLE_TH_ERRORS
     std::vector<const Tensor*> tensors;
@@ -377,7 +377,7 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "saccade_calls", "Calls that were made before, made again.", -1, functions};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "saccade_calls", "Replays calls that were recorded.", -1, functions};
 
 }  // namespace
 

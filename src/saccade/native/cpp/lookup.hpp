@@ -28,7 +28,7 @@ int64_t version_of(const Tensor& tensor) {
     return tensor.is_inference() ? -1 : static_cast<int64_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
 }
 
-using Calls = std::unordered_map<Key, std::shared_ptr<Call>, Hash>;
+using Calls = std::unordered_map<Key, std::shared_ptr<RecordedCall>, Hash>;
 
 struct Memory {
     PyObject_HEAD

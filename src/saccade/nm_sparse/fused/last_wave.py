@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.launch.cuda import HEADERS, Call, run, stride_names, strides
+from saccade.launch.cuda import HEADERS, CudaLaunch, run, stride_names, strides
 from saccade.nvrtc import Options, Parameters, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "combine.cu", (HEADERS,))
@@ -66,7 +66,7 @@ def combine(parts: Parts, out: Tensor, lse: Tensor, plan: Split) -> None:
     run(combine_call, (*parts, out, lse), (plan,), lambda device: None)
 
 
-def combine_call(outs: Tensor, sums: Tensor, out: Tensor, lse: Tensor, plan: Split, _: None) -> Call:
+def combine_call(outs: Tensor, sums: Tensor, out: Tensor, lse: Tensor, plan: Split, _: None) -> CudaLaunch:
     """The launch as data."""
     rows, dim = outs.shape[1:]
     arguments = {
@@ -76,4 +76,4 @@ def combine_call(outs: Tensor, sums: Tensor, out: Tensor, lse: Tensor, plan: Spl
     }  # fmt: skip
     options = Options.of({"HEAD_DIM": dim, "BLOCK_Q": rows, "BF16": out.dtype == torch.bfloat16})
     grid = (plan.rest * rows // ROWS_A_BLOCK, 1)
-    return Call(SOURCE, "combine", PARAMETERS, options, grid, 32 * ROWS_A_BLOCK, 0, arguments)
+    return CudaLaunch(SOURCE, "combine", PARAMETERS, options, grid, 32 * ROWS_A_BLOCK, 0, arguments)

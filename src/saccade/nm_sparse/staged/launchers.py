@@ -1,4 +1,4 @@
-"""Launchers of the staged kernels. A `Call` holds all that a launch needs, so that it can be inspected, or run elsewhere, without
+"""Launchers of the staged kernels. A `CudaLaunch` holds all that a launch needs, so that it can be inspected, or run elsewhere, without
 a GPU.
 
 `torch.compile` cannot trace them, because they pass addresses to the driver.
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from saccade.engine.layout import on_16_bytes
 from saccade.hardware import arch_of, multiprocessors
-from saccade.launch.cuda import HEADERS, Call, run, stride_names, strides
+from saccade.launch.cuda import HEADERS, CudaLaunch, run, stride_names, strides
 from saccade.nm_sparse.staged.config import (
     WARP_ROWS,
     matmul_tile,
@@ -52,7 +52,7 @@ class Limits(NamedTuple):
     processors: int
 
 
-def _run(make: Callable[..., Call], tensors: tuple[Tensor | None, ...], *options: Any) -> None:
+def _run(make: Callable[..., CudaLaunch], tensors: tuple[Tensor | None, ...], *options: Any) -> None:
     """Launch what `make(*tensors, *options, limits)` describes."""
     run(make, tensors, options, limits_of)
 
@@ -97,7 +97,7 @@ def matmul(weights: Tensor, metadata: Tensor, value: Tensor, is_causal: bool, q_
 def scores_call(
     query: Tensor, key: Tensor, mask: Tensor | None, block_mask: Tensor | None, values: Tensor, metadata: Tensor, is_causal: bool,
     scale: float, keep: int, limits: Limits,
-) -> Call:  # fmt: skip
+) -> CudaLaunch:  # fmt: skip
     """The launch of `nm_scores`; query and key from `padded`, mask from `as_mask`, block_mask from `as_block_mask`. keep: N of the pattern, 2 or 1."""
     batch, heads, q_len, head_dim = query.shape
     kv_len, (rows, kept) = key.shape[2], values.shape[2:]
@@ -120,7 +120,7 @@ def scores_call(
         "q_tiles": q_tiles, "tiles_per_block": -(-tiles // splits), "scale": scale,
     }  # fmt: skip
     grid = (batch * heads * q_tiles, -(-tiles // -(-tiles // splits)))
-    return Call(
+    return CudaLaunch(
         _source("nm_scores"),
         "nm_scores",
         SCORES_PARAMETERS,
@@ -132,7 +132,7 @@ def scores_call(
     )
 
 
-def softmax_call(values: Tensor, out: Tensor, is_causal: bool, limits: Limits) -> Call:
+def softmax_call(values: Tensor, out: Tensor, is_causal: bool, limits: Limits) -> CudaLaunch:
     """The launch of `nm_softmax`."""
     rows, kept = values.shape[2:]
     chunks = kept * values.element_size() // 16
@@ -144,10 +144,10 @@ def softmax_call(values: Tensor, out: Tensor, is_causal: bool, limits: Limits) -
     defines = {"DTYPE": _DTYPE[values.dtype], "LANES": lanes, "VECTORS": vectors, "THREADS": threads, "CAUSAL": is_causal}
     arguments = {"scores": values, "weights": out, "all_rows": all_rows, "rows": rows, "chunks": chunks}
     grid = (-(-all_rows // (threads // lanes)), 1)
-    return Call(_source("nm_softmax"), "nm_softmax", SOFTMAX_PARAMETERS, Options.of(defines), grid, threads, 0, arguments)
+    return CudaLaunch(_source("nm_softmax"), "nm_softmax", SOFTMAX_PARAMETERS, Options.of(defines), grid, threads, 0, arguments)
 
 
-def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, is_causal: bool, limits: Limits) -> Call:
+def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, is_causal: bool, limits: Limits) -> CudaLaunch:
     """The launch of `nm_matmul`; value and out aligned to 16 bytes."""
     batch, heads, q_len, value_dim = out.shape
     rows, kept = weights.shape[2:]
@@ -165,7 +165,7 @@ def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, i
         "width": value_dim, "q_tiles": q_tiles,
     }  # fmt: skip
     grid = (batch * heads * q_tiles, -(-value_dim // width))
-    return Call(
+    return CudaLaunch(
         _source("nm_matmul"),
         "nm_matmul",
         MATMUL_PARAMETERS,

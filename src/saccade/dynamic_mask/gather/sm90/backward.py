@@ -17,7 +17,7 @@ from saccade.dynamic_mask.selection.lists_triton import longest_list
 from saccade.engine.layout import strides_like_heads
 from saccade.hardware import multiprocessors
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, Call, stride_names, strides
+from saccade.launch.cuda import HEADERS, CudaLaunch, stride_names, strides
 from saccade.launch.triton import pow2
 from saccade.nvrtc import Options, Parameters, Source
 
@@ -146,7 +146,7 @@ def planned(
 
 def backward_call(
     layout: Layout, dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: BackwardConfig, processors: int
-) -> Call:
+) -> CudaLaunch:
     """The launch of `backward_sm90`. longest: keys of a list; lists are of blocks of `rows_of(D)` rows."""
     (
         (batch, heads, q_len, head_dim),
@@ -172,7 +172,7 @@ def backward_call(
     grid = (min(owners * blocks, processors), 1)
     # not a dependent launch: its blocks then arrive while the lists' still hold their places, and the kernel takes 0.55 ms for 0.48 at D = 64
     # and n = 16,384 (docs/notes/dynamic_mask.md)
-    return Call(BACKWARD, "backward_sm90", PARAMETERS, options, grid, 384, config.shared_bytes(head_dim), arguments, "90a")
+    return CudaLaunch(BACKWARD, "backward_sm90", PARAMETERS, options, grid, 384, config.shared_bytes(head_dim), arguments, "90a")
 
 
 def backward_options(head_dim: int, dtype: torch.dtype, has_scores: bool, config: BackwardConfig) -> Options:

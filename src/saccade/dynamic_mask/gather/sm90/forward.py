@@ -15,7 +15,7 @@ from saccade.dynamic_mask.selection.lists_triton import longest_list
 from saccade.engine.layout import strides_like_heads
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, Call, stride_names, strides
+from saccade.launch.cuda import HEADERS, CudaLaunch, stride_names, strides
 from saccade.launch.triton import pow2
 from saccade.nvrtc import Bound, Options, Parameters, Source, obstacles
 from saccade.nvrtc.tensor_map import AnyRows
@@ -135,7 +135,7 @@ def launch(layout: Layout, dtype: torch.dtype, has_scores: bool, max_new_keys: i
 def forward_call(
     layout: Layout, dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: ForwardConfig, processors: int,
     runs: bool = True,
-) -> Call:  # fmt: skip
+) -> CudaLaunch:  # fmt: skip
     """The launch of `forward_sm90`. longest: keys of a list; lists are of blocks of `config.rows`. runs: keys that follow each other are
     fetched by the copy engine."""
     (batch, heads, q_len, head_dim), query_strides, (_, kv_heads, kv_len, _), key_strides, value_strides, out_strides = layout
@@ -154,7 +154,7 @@ def forward_call(
     grid = (min(owners * blocks, processors), 1)
     threads = 128 * (config.warpgroups + 1)
     shared = config.shared_bytes(head_dim)
-    return Call(FORWARD, "forward_sm90", parameters, options, grid, threads, shared, arguments, "90a", dependent=True)
+    return CudaLaunch(FORWARD, "forward_sm90", parameters, options, grid, threads, shared, arguments, "90a", dependent=True)
 
 
 def row_maps(layout: Layout) -> tuple[AnyRows, AnyRows]:

@@ -19,7 +19,7 @@ using Operand = Tile<HEAD_DIM>;
 constexpr int PAIRS = PERSISTENT ? 2 : 1;  // of Q and K
 enum Barrier { QUERY_KEY, DOUT = QUERY_KEY + PAIRS, VALUE, BARRIERS };
 
-struct Shared {
+struct BackwardShared {
     u32 base;
     constexpr __device__ __forceinline__ u32 query(int pair) const { return base + 2 * pair * Operand::BYTES; }
     constexpr __device__ __forceinline__ u32 key(int pair) const { return query(pair) + Operand::BYTES; }
@@ -29,12 +29,12 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 weights() const { return dout() + (PERSISTENT ? 1 : 2) * Operand::BYTES; }
     constexpr __device__ __forceinline__ u32 barrier(int i) const { return weights() + Weights::BYTES + 8 * i; }
 };
-static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(BackwardShared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // Each warpgroup's elected thread reads the rows that it writes, so that it alone knows when their memory is free.
 struct Reader {
     const Maps& maps;
-    Shared shared;
+    BackwardShared shared;
     int group;
 
     __device__ __forceinline__ void query_and_key(const Problem& problem, int pair) const {
@@ -54,7 +54,7 @@ struct Reader {
 extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
     backward_sm90(BACKWARD_MAPS, BACKWARD_NUMBERS) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const Shared shared{shared_address(memory)};
+    const BackwardShared shared{shared_address(memory)};
     const Maps maps{.query = query_map, .key = key_map, .value = value_map, .dout = dout_map};
     const int group = warpgroup_of();
 #if PERSISTENT

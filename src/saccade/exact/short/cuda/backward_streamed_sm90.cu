@@ -15,7 +15,7 @@ constexpr int CHUNKS = HEAD_DIM / CHUNK;
 static_assert(CHUNKS % SLOTS == 0 && SLOTS >= 2, "a chunk finds its slot by its number");
 enum Barrier { QUERY_KEY, DOUT, VALUE = DOUT + SLOTS, BARRIERS = VALUE + SLOTS };
 
-struct Shared {
+struct StreamedShared {
     u32 base;
     constexpr __device__ __forceinline__ u32 query(int chunk) const { return base + chunk * Chunk::BYTES; }
     constexpr __device__ __forceinline__ u32 key(int chunk) const { return query(CHUNKS + chunk); }
@@ -24,12 +24,12 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 weights() const { return dout(SLOTS); }
     constexpr __device__ __forceinline__ u32 barrier(int i) const { return weights() + Weights::BYTES + 8 * i; }
 };
-static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(StreamedShared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // Each warpgroup's elected thread reads the rows that it writes, so that it alone knows when their memory is free.
 struct Reader {
     const Maps& maps;
-    Shared shared;
+    StreamedShared shared;
     int group;
 
     __device__ __forceinline__ void expect_query_and_key() const {
@@ -52,7 +52,7 @@ struct Reader {
 extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
     backward_streamed_sm90(BACKWARD_MAPS, BACKWARD_NUMBERS) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const Shared shared{shared_address(memory)};
+    const StreamedShared shared{shared_address(memory)};
     const Maps maps{.query = query_map, .key = key_map, .value = value_map, .dout = dout_map};
     const int group = warpgroup_of();
     const Reader reader{maps, shared, group};

@@ -16,7 +16,7 @@ constexpr int KEYS = ROWS / HALVES, COLUMNS = HEAD_DIM / HALVES;  // of a warpgr
 static_assert(ROWS == 64 && KEYS == 32, "rows of one warpgroup");
 enum Barrier { DOUT, VALUE, QUERY, KEY, BARRIERS };
 
-struct Shared {
+struct TurnsShared {
     u32 base;
     constexpr __device__ __forceinline__ u32 query() const { return base; }
     constexpr __device__ __forceinline__ u32 key_value() const { return base + Operand::BYTES; }
@@ -25,7 +25,7 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 delta(int half) const { return weights() + Weights::BYTES + 4 * ROWS * half; }
     constexpr __device__ __forceinline__ u32 barrier(int i) const { return delta(HALVES) + 8 * i; }
 };
-static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(TurnsShared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 __device__ __forceinline__ void store_shared(u32 address, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
@@ -48,7 +48,7 @@ __device__ __forceinline__ void emit_half(const TensorMap& map, u32 tile, const 
 extern "C" __global__ void __launch_bounds__(128 * HALVES, BLOCKS_PER_SM)
     backward_turns_sm90(BACKWARD_MAPS, BACKWARD_NUMBERS) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const Shared shared{shared_address(memory)};
+    const TurnsShared shared{shared_address(memory)};
     const Problem problem(blockIdx.x, heads);
     const int half = warpgroup_of(), own = half * COLUMNS / 64 * Operand::BLOCK_BYTES;
     if (threadIdx.x == 0) {

@@ -15,21 +15,21 @@
 using Operand = Tile<HEAD_DIM>;
 enum Barrier { QUERY_KEY, VALUE, BARRIERS };
 
-struct Shared {
+struct ForwardShared {
     u32 base;
     constexpr __device__ __forceinline__ u32 query() const { return base; }
     constexpr __device__ __forceinline__ u32 key() const { return base + Operand::BYTES; }
     constexpr __device__ __forceinline__ u32 value() const { return base + 2 * Operand::BYTES; }
     constexpr __device__ __forceinline__ u32 barrier(int i) const { return base + 3 * Operand::BYTES + 8 * i; }
 };
-static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(ForwardShared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_SM)
     forward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
                  const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map, float* lse, int heads, int q_len,
                  int kv_len, float exponent) {  // exponent: scale * log2(e)
     extern __shared__ __align__(1024) unsigned char memory[];
-    const Shared shared{shared_address(memory)};
+    const ForwardShared shared{shared_address(memory)};
     const Problem problem(blockIdx.x, heads);
     if (threadIdx.x == 0) {
         init_barriers(shared, BARRIERS, 1);

@@ -23,11 +23,11 @@ constexpr int PRODUCER_REGISTERS = BIAS && HEAD_DIM == 64 ? 40 : 24;
 constexpr int STATS = BIAS ? 3 : 2;
 constexpr int BIAS_PITCH = BIAS ? BLOCK * BIAS + 16 : 0;  // bytes of a row of the bias; lanes meet no bank twice
 
-struct Shared {
+struct KeyGradientShared {
     u32 base;
 
-    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
-    constexpr __device__ __forceinline__ explicit Shared(u32 base) : base(base) {}
+    __device__ __forceinline__ explicit KeyGradientShared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
+    constexpr __device__ __forceinline__ explicit KeyGradientShared(u32 base) : base(base) {}
     constexpr __device__ __forceinline__ u32 keys(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
     constexpr __device__ __forceinline__ u32 values(int warpgroup) const { return keys(WARPGROUPS + warpgroup); }
     constexpr __device__ __forceinline__ u32 query(int stage) const { return keys(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
@@ -40,13 +40,13 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 bias(int stage) const { return stats(STAGES) + stage * 64 * BIAS_PITCH; }
     constexpr __device__ __forceinline__ u32 barrier(int index) const { return bias(STAGES) + 8 * index; }
 };
-static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(KeyGradientShared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // 128 keys of one key head, and the query tiles that see them: those from `begin` on, of each head of the group
-struct Work {
+struct KeyBlock {
     int batch, kv_head, first_key, begin, stretch;
 
-    __device__ __forceinline__ explicit Work(const Sizes& sizes) {
+    __device__ __forceinline__ explicit KeyBlock(const Sizes& sizes) {
         int blocks = (sizes.kv_len + BLOCK - 1) / BLOCK, owner = blockIdx.x / blocks, kv_heads = sizes.heads / sizes.group;
         first_key = blockIdx.x % blocks * BLOCK;  // causal: long ones first
 #if BLOCKS && !CAUSAL
@@ -64,7 +64,7 @@ struct Work {
 };
 
 struct Shows {
-    const Work& work;
+    const KeyBlock& work;
     const Sizes& sizes;
     const unsigned char* mask;  // a row for each tile of keys, so that a warp looks at adjacent bytes
 
@@ -91,8 +91,8 @@ struct Producer {
     const float* log_inverse;
 #endif
     const Sizes& sizes;
-    const Work& work;
-    Shared shared;
+    const KeyBlock& work;
+    KeyGradientShared shared;
     u32 near[2], far[2];  // of a tile, the bits of queries `lane` and `lane + 32`
     float stats[2];       // of both
 
@@ -196,8 +196,8 @@ struct Producer {
 // A warpgroup: 64 keys of a block, 16 a warp.
 struct Consumer {
     const Sizes& sizes;
-    const Work& work;
-    Shared shared;
+    const KeyBlock& work;
+    KeyGradientShared shared;
     int warpgroup, t;
     float dkey[HEAD_DIM / 2], dvalue[HEAD_DIM / 2];
     float scores[32], dprobs[32];  // [8 queries][h][2 queries]; weights take the place of scores
@@ -208,7 +208,7 @@ struct Consumer {
     u32 alive;  // bit 4 i + 2 h + b: the weight in scores[4 i + 2 h + b] survives
 #endif
 
-    __device__ __forceinline__ Consumer(const Sizes& sizes, const Work& work, const Shared& shared)
+    __device__ __forceinline__ Consumer(const Sizes& sizes, const KeyBlock& work, const KeyGradientShared& shared)
         : sizes(sizes), work(work), shared(shared), t(threadIdx.x % 4) {
         warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
 #pragma unroll
@@ -386,8 +386,8 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
                       .bias = bias, .bias_batch = bias_batch, .bias_head = bias_head, .bias_row = bias_row, .bias_columns = bias_columns,
 #endif
                       .exponent = exponent, .scale = scale, .spared = spared, .threshold = threshold};
-    Shared shared(memory);
-    const Work work(sizes);
+    KeyGradientShared shared(memory);
+    const KeyBlock work(sizes);
     const Shows shows{work, sizes, block_mask};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {

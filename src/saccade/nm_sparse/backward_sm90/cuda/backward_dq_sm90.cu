@@ -17,11 +17,11 @@ constexpr int WORDS = BLOCK_KV / 32;                 // of a query's bits
 static_assert(WORDS == 2 || WORDS == 4, "bits of a query are one load");
 constexpr int BIAS_PITCH = (BLOCK_KV + 8) * BIAS;  // bytes of a row; lanes that load two numbers at once meet no bank twice
 
-struct Shared {
+struct QueryGradientShared {
     u32 base;
 
-    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
-    constexpr __device__ __forceinline__ explicit Shared(u32 base) : base(base) {}
+    __device__ __forceinline__ explicit QueryGradientShared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
+    constexpr __device__ __forceinline__ explicit QueryGradientShared(u32 base) : base(base) {}
     constexpr __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
     constexpr __device__ __forceinline__ u32 dout(int warpgroup) const { return query(WARPGROUPS + warpgroup); }
     constexpr __device__ __forceinline__ u32 keys(int stage) const { return query(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
@@ -31,13 +31,13 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 bias(int stage) const { return bits(STAGES) + stage * BLOCK * BIAS_PITCH; }
     constexpr __device__ __forceinline__ u32 barrier(int index) const { return bias(STAGES) + 8 * index; }
 };
-static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(QueryGradientShared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // 128 queries of one head, and how many key tiles they see
-struct Work {
+struct QueryBlock {
     int batch, head, first_query, tiles;
 
-    __device__ __forceinline__ explicit Work(const Sizes& sizes) {
+    __device__ __forceinline__ explicit QueryBlock(const Sizes& sizes) {
         int blocks = (sizes.q_len + BLOCK - 1) / BLOCK, problem = blockIdx.x / blocks, block = blockIdx.x % blocks;
         if (CAUSAL) block = blocks - 1 - block;  // long ones first
 #if BLOCKS && !CAUSAL
@@ -53,7 +53,7 @@ struct Work {
 };
 
 struct Shows {
-    const Work& work;
+    const QueryBlock& work;
     const Sizes& sizes;
     const unsigned char* mask;
 
@@ -83,8 +83,8 @@ struct Shows {
 struct Producer {
     const TensorMap &query_map, &key_map, &value_map, &dout_map;
     const Sizes& sizes;
-    const Work& work;
-    Shared shared;
+    const QueryBlock& work;
+    QueryGradientShared shared;
     const unsigned* row;  // the bits of this thread's query
     u32 bits[WORDS];      // of a tile
 
@@ -171,8 +171,8 @@ __device__ __forceinline__ void pass_turn(int warpgroup) {
 // A warpgroup: 64 queries of a block, 16 a warp.
 struct Consumer {
     const Sizes& sizes;
-    const Work& work;
-    Shared shared;
+    const QueryBlock& work;
+    QueryGradientShared shared;
     int warpgroup, t;
     float shift[2], sums[2];  // -lse (base 2; with a bias natural) and delta of rows g and g + 8
 #if BIAS
@@ -187,7 +187,7 @@ struct Consumer {
     u32 alive[BLOCK_KV / 64];  // bit 4 i + 2 h + b: the weight in scores[4 i + 2 h + b] survives
 #endif
 
-    __device__ __forceinline__ Consumer(const Sizes& sizes, const Work& work, const Shared& shared)
+    __device__ __forceinline__ Consumer(const Sizes& sizes, const QueryBlock& work, const QueryGradientShared& shared)
         : sizes(sizes), work(work), shared(shared), t(threadIdx.x % 4) {
         warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
 #pragma unroll
@@ -375,8 +375,8 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
                       .bias = bias, .bias_batch = bias_batch, .bias_head = bias_head, .bias_row = bias_row, .bias_columns = bias_columns,
 #endif
                       .exponent = exponent, .scale = scale, .spared = spared, .threshold = threshold};
-    Shared shared(memory);
-    const Work work(sizes);
+    QueryGradientShared shared(memory);
+    const QueryBlock work(sizes);
     const Shows shows{work, sizes, block_mask};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {

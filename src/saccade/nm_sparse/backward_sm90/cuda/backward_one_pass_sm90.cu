@@ -46,11 +46,11 @@ enum Barrier {
 enum NamedBarrier { SCORES_STORED = 1 };  // 0 is __syncthreads
 enum Warp { TILES, ADDS, BITS };          // what warps of the producer do; BITS: two of them
 
-struct Shared {
+struct OnePassShared {
     u32 base;
 
-    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
-    constexpr __device__ __forceinline__ explicit Shared(u32 base) : base(base) {}
+    __device__ __forceinline__ explicit OnePassShared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
+    constexpr __device__ __forceinline__ explicit OnePassShared(u32 base) : base(base) {}
     constexpr __device__ __forceinline__ u32 keys(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
     constexpr __device__ __forceinline__ u32 values(int warpgroup) const { return keys(WARPGROUPS + warpgroup); }
     constexpr __device__ __forceinline__ u32 query(int stage) const { return keys(2 * WARPGROUPS) + stage * TILE_BYTES; }
@@ -66,13 +66,13 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 barrier(int index) const { return stats(QUERY_STAGES) + 8 * index; }
     constexpr __device__ __forceinline__ u32 number() const { return barrier(BARRIERS); }
 };
-static_assert(Shared(0u).number() + 8 + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(OnePassShared(0u).number() + 8 + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // 128 keys of one key head, and the tiles of queries that see them: those from `begin` on, of each head of the group
-struct Work {
+struct KeyBlock {
     int batch, kv_head, block, begin, stretch;
 
-    __device__ __forceinline__ Work(const Sizes& sizes, int number) {
+    __device__ __forceinline__ KeyBlock(const Sizes& sizes, int number) {
         int blocks = key_blocks(sizes), owner = number / blocks, kv_heads = sizes.heads / sizes.group, tiles = query_tiles(sizes);
         batch = owner / kv_heads;
         kv_head = owner % kv_heads;
@@ -105,10 +105,10 @@ struct Ring {
 
 // The places of the tiles of a thread block, one after the other
 struct Place {
-    const Work& work;
+    const KeyBlock& work;
     int head, tile;
 
-    __device__ __forceinline__ Place(const Work& work, const Sizes& sizes) : work(work), head(work.kv_head * sizes.group), tile(work.begin) {}
+    __device__ __forceinline__ Place(const KeyBlock& work, const Sizes& sizes) : work(work), head(work.kv_head * sizes.group), tile(work.begin) {}
     __device__ __forceinline__ void advance() {
         if (++tile < work.begin + work.stretch) return;
         tile = work.begin;
@@ -121,8 +121,8 @@ struct Place {
 struct Loader {
     const TensorMap &query_map, &key_map, &value_map, &dout_map;
     const Sizes& sizes;
-    const Work& work;
-    Shared shared;
+    const KeyBlock& work;
+    OnePassShared shared;
 
     __device__ __forceinline__ void load_own() {
         int b = sizes.present & 4 ? work.batch : 0, h = sizes.present & 8 ? work.kv_head : 0;
@@ -162,8 +162,8 @@ struct Bits {
     const unsigned* kept;
     const float* numbers;  // lse or delta
     const Sizes& sizes;
-    const Work& work;
-    Shared shared;
+    const KeyBlock& work;
+    OnePassShared shared;
     int half;
     u32 near[2], far[2];  // of a tile, 64 bits of queries `lane` and `lane + 32`
     float stats[2];       // of both
@@ -223,8 +223,8 @@ struct Adder {
     float* parked;   // 2 HALF_BYTES a tile of each head
     int* turns;      // blocks that have added, of each tile of each head
     const Sizes& sizes;
-    const Work& work;
-    Shared shared;
+    const KeyBlock& work;
+    OnePassShared shared;
 
     __device__ __forceinline__ void await_turn(const int* at, int turn) const {
         int now;
@@ -249,7 +249,7 @@ struct Adder {
     __device__ __forceinline__ void run() const {
         Place place(work, sizes);
         for (int n = 0; n < work.steps(sizes); n++, place.advance()) {
-            int index = place.problem(sizes) * Work::query_tiles(sizes) + place.tile, turn = work.turn(place.tile, sizes);
+            int index = place.problem(sizes) * KeyBlock::query_tiles(sizes) + place.tile, turn = work.turn(place.tile, sizes);
             if (ORDERED && turn > 0) await_turn(turns + index, turn);
             barrier_wait(shared.barrier(SUMS_FULL), n & 1);
             if (turn >= 0) add(parked + (long long)index * (HALF_BYTES / 2), ORDERED && turn == 0);
@@ -267,7 +267,7 @@ struct Adder {
 // A warpgroup: 64 keys of a block, 16 a warp.
 struct Consumer {
     const Sizes& sizes;
-    Shared shared;
+    OnePassShared shared;
     int warpgroup, t;
     float dkey[HEAD_DIM / 2], dvalue[HEAD_DIM / 2];
     float scores[32], dprobs[32];  // [8 queries][h][2 queries]
@@ -276,7 +276,7 @@ struct Consumer {
     u32 words[2][2];               // bits of a tile, [h][32 queries]
     float shifts[8][2];            // -lse (base 2) of this lane's queries
 
-    __device__ __forceinline__ Consumer(const Sizes& sizes, const Shared& shared) : sizes(sizes), shared(shared), t(threadIdx.x % 4) {
+    __device__ __forceinline__ Consumer(const Sizes& sizes, const OnePassShared& shared) : sizes(sizes), shared(shared), t(threadIdx.x % 4) {
         warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; i++) dkey[i] = dvalue[i] = 0.0f;
@@ -457,7 +457,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     const Sizes sizes{.heads = heads, .group = group, .q_len = q_len, .kv_len = kv_len, .seen = kv_len, .words = words, .counters = 0,
                       .head_dim = head_dim, .present = present, .vectors = vectors, .mask_batch = 0, .mask_head = 0, .mask_row = 0,
                       .exponent = exponent, .scale = scale, .spared = 1.0f, .threshold = 0};
-    Shared shared(memory);
+    OnePassShared shared(memory);
     if (threadIdx.x == 0) {
         for (int s = 0; s < QUERY_STAGES; s++) {
             barrier_init(shared.barrier(QUERY_FULL + s), 3);  // the copies, and two warps that bring bits
@@ -477,7 +477,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     __syncthreads();
     u32 number, unused;
     load_shared(shared.number(), number, unused);
-    const Work work(sizes, __shfl_sync(~0u, int(number), 0));
+    const KeyBlock work(sizes, __shfl_sync(~0u, int(number), 0));
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);

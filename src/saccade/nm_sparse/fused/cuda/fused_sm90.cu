@@ -50,11 +50,11 @@ enum Barrier {
 enum NamedBarrier { TURN = 2 };  // of the first warpgroup, then one of each other; 0 is __syncthreads
 
 // one block of queries of one head, and the key tiles that it and each warpgroup of it need
-struct Work {
+struct QueryBlock {
     int problem, first_query, tiles;
     int part = -1, first_tile = 0;  // SPLIT: which part of all, -1 for a whole block; its tiles are first_tile .. tiles - 1
 
-    __device__ __forceinline__ Work(int index, const Sizes& sizes) {
+    __device__ __forceinline__ QueryBlock(int index, const Sizes& sizes) {
         int block;
 #if SPLIT
         int turn = 0;
@@ -127,11 +127,11 @@ struct Schedule {
 };
 
 // Addresses in shared memory: the base is the only one in a register, the others are that plus constants.
-struct Shared {
+struct FusedShared {
     u32 base;
 
-    __device__ __forceinline__ Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
-    constexpr __device__ __forceinline__ explicit Shared(u32 base) : base(base) {}
+    __device__ __forceinline__ FusedShared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
+    constexpr __device__ __forceinline__ explicit FusedShared(u32 base) : base(base) {}
     constexpr __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * QUERY_BYTES; }
     constexpr __device__ __forceinline__ u32 keys(int stage) const { return base + WARPGROUPS * QUERY_BYTES + stage * TILE_BYTES; }
     constexpr __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
@@ -142,16 +142,16 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 seen_word(int word) const { return barrier(BARRIERS) + 4 * word; }
 };
 // BLOCKS: the launch adds the bytes of the key tiles
-static_assert(Shared(0u).seen(0) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(FusedShared(0u).seen(0) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
-__device__ __forceinline__ int load_seen(const Shared& shared, int tile) {
+__device__ __forceinline__ int load_seen(const FusedShared& shared, int tile) {
     int value;
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(shared.seen(tile)) : "memory");
     return value;
 }
 
 // which warpgroups of a block of queries see each key tile, which is a column of the block mask
-__device__ __forceinline__ void find_seen(const Work& work, const Shared& shared, const unsigned char* mask, const Sizes& sizes) {
+__device__ __forceinline__ void find_seen(const QueryBlock& work, const FusedShared& shared, const unsigned char* mask, const Sizes& sizes) {
     const unsigned char* rows = mask + work.problem / sizes.heads * sizes.mask_batch + work.problem % sizes.heads * sizes.mask_head;
 #if OWN_TILES
     int own = work.first_query / 64, tile = threadIdx.x;
@@ -176,11 +176,11 @@ __device__ __forceinline__ void find_seen(const Work& work, const Shared& shared
 // OWN_TILES: the tiles that are seen, the last one first. A byte for each tile would be looked at one after the other: of 256 tiles BigBird's mask
 // hides 249, whose bytes at 70 clocks each, by estimate, last longer than the products of the other 7.
 struct SeenTiles {
-    Shared shared;
+    FusedShared shared;
     int word;
     u32 left = 0;
 
-    __device__ __forceinline__ SeenTiles(const Shared& shared, int tiles) : shared(shared), word((tiles + 31) / 32) {}
+    __device__ __forceinline__ SeenTiles(const FusedShared& shared, int tiles) : shared(shared), word((tiles + 31) / 32) {}
 
     // -1 after the last one; `of_warp(x)`: x, or where the compiler must know that a warp agrees on it, a shuffle of x
     template <class OfWarp>
@@ -200,10 +200,10 @@ struct SeenTiles {
 struct Producer {
     const TensorMap &query_map, &key_map, &tail_map, &value_map;
     const Sizes& sizes;
-    Shared shared;
+    FusedShared shared;
     int place = 0, query_parity = 1, tail_parity = 0;
 
-    __device__ __forceinline__ void load(const Work& work) {
+    __device__ __forceinline__ void load(const QueryBlock& work) {
         int batch = work.problem / sizes.heads, head = work.problem % sizes.heads;
 #if OWN_TILES
         SeenTiles seen(shared, work.tiles);
@@ -231,7 +231,7 @@ struct Producer {
 #endif
     }
 
-    __device__ __forceinline__ void load_query(const Work& work, int batch, int head) {
+    __device__ __forceinline__ void load_query(const QueryBlock& work, int batch, int head) {
         int b = sizes.present & 1 ? batch : 0, h = sizes.present & 2 ? head : 0;
         for (int w = 0; w < WARPGROUPS; w++) {
             barrier_wait(shared.barrier(EMPTY_Q + w), query_parity);
@@ -284,13 +284,13 @@ struct Producer {
 //
 // Registers bind: 160 a thread with three warpgroups, of which the arrays here and in `Rows` take 133 at D = 128 and BLOCK_KV = 96.
 struct Consumer : Rows {
-    Shared shared;
+    FusedShared shared;
     int warpgroup, place = 0, query_parity = 0;
 #if QUERY_STEPS
     u32 query[4 * QUERY_STEPS];  // of the first steps of S. The others read Q where it lies
 #endif
 
-    __device__ __forceinline__ Consumer(const Sizes& sizes, const Shared& shared) : Rows(sizes), shared(shared) {
+    __device__ __forceinline__ Consumer(const Sizes& sizes, const FusedShared& shared) : Rows(sizes), shared(shared) {
         // The compiler takes a value that comes from a shuffle for the same in all lanes. It runs products one by one in a loop that it takes
         // for divergent.
         warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
@@ -451,7 +451,7 @@ struct Consumer : Rows {
         release(EMPTY_V + stage_of(pending()));
     }
 
-    __device__ __forceinline__ void attend(const Work& work, unsigned* kept) {
+    __device__ __forceinline__ void attend(const QueryBlock& work, unsigned* kept) {
         begin(work.problem, work.first_query + 64 * warpgroup);
         wait_query();
         // from a shuffle, see the constructor: with a mask of keys it comes from memory
@@ -490,8 +490,8 @@ struct Consumer : Rows {
         int tiles = first_query < sizes.q_len ? tile + 1 : 0;
         int whole = __shfl_sync(~0u, sizes.key_spans[2 * key_row + 1], 0) / BLOCK_KV;
 #else
-        int tiles = (Work::keys_of(first_query, 64, sizes) + BLOCK_KV - 1) / BLOCK_KV;
-        int whole = Work::keys_of(first_query, 1, sizes) / BLOCK_KV;
+        int tiles = (QueryBlock::keys_of(first_query, 64, sizes) + BLOCK_KV - 1) / BLOCK_KV;
+        int whole = QueryBlock::keys_of(first_query, 1, sizes) / BLOCK_KV;
 #endif
         for (; tile >= tiles; tile--) skip();
         if (tile >= 0) {
@@ -559,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), RESIDENT) f
                       .bias_columns = bias_columns, .score_scale = score_scale,
 #endif
                       .whole = whole, .parts = parts};
-    Shared shared(memory);
+    FusedShared shared(memory);
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(shared.barrier(FULL_K + s), 1);
@@ -575,7 +575,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), RESIDENT) f
         barrier_fence();
     }
 #if OWN_TILES
-    const Work own(blockIdx.x, sizes);
+    const QueryBlock own(blockIdx.x, sizes);
     if (threadIdx.x == 0) {
         // Q need not wait for the mask
         Producer producer{.query_map = query_map, .key_map = key_map, .tail_map = tail_map, .value_map = value_map, .sizes = sizes,
@@ -585,7 +585,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), RESIDENT) f
     __syncwarp();
     find_seen(own, shared, block_mask, sizes);
 #elif BLOCKS
-    find_seen(Work(blockIdx.x, sizes), shared, block_mask, sizes);
+    find_seen(QueryBlock(blockIdx.x, sizes), shared, block_mask, sizes);
 #endif
     __syncthreads();
     const Schedule schedule(sizes);
@@ -597,7 +597,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), RESIDENT) f
             prefetch_map(value_map);
             Producer producer{.query_map = query_map, .key_map = key_map, .tail_map = tail_map, .value_map = value_map, .sizes = sizes,
                               .shared = shared};
-            for (int index = schedule.begin(); index < schedule.total; index = schedule.after(index)) producer.load(Work(index, sizes));
+            for (int index = schedule.begin(); index < schedule.total; index = schedule.after(index)) producer.load(QueryBlock(index, sizes));
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
@@ -607,7 +607,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), RESIDENT) f
 #endif
         if (consumer.warpgroup == WARPGROUPS - 1) consumer.pass_turn();
         for (int index = schedule.begin(); index < schedule.total; index = schedule.after(index)) {
-            const Work work(index, sizes);
+            const QueryBlock work(index, sizes);
             consumer.attend(work, kept);
 #if SPLIT
             if (work.part >= 0)

@@ -23,7 +23,7 @@
 //
 // Lane 4g + t of a warp holds rows g and g + 8 of its 16, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i.
 //
-// Shared memory, R = ROWS / 64 row groups of a block (`Shared`):
+// Shared memory, R = ROWS / 64 row groups of a block (`GatherShared`):
 //
 //   | Q: R x 64 rows | dO: R x 64 rows | P and dS of part 0 | of part 1 | ones | ring: K, V, notes, full and empty (gather.cuh) |
 //   | areas of 8 warps: 16 rows of dV or dK, addresses, sums | delta: ROWS | multiplied | staged, drained of each area |
@@ -61,11 +61,11 @@ constexpr float FAR = 1024.0f;                    // an lse beyond this has lost
 constexpr float TOO_FAR = 268435456.0f;
 
 // Addresses in shared memory: the base is the only one in a register, the others are that plus constants.
-struct Shared {
+struct GatherShared {
     u32 base;
 
-    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
-    constexpr __device__ __forceinline__ explicit Shared(u32 base) : base(base) {}
+    __device__ __forceinline__ explicit GatherShared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
+    constexpr __device__ __forceinline__ explicit GatherShared(u32 base) : base(base) {}
     // rows 64 i and on of a block
     constexpr __device__ __forceinline__ u32 query(int i) const { return base + i * OWN_BYTES; }
     constexpr __device__ __forceinline__ u32 dout(int i) const { return query(ROWS / 64 + i); }
@@ -81,7 +81,7 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 staged(int warp) const { return multiplied() + 8 + 16 * warp; }
     constexpr __device__ __forceinline__ u32 drained(int warp) const { return staged(warp) + 8; }
 };
-static_assert(Shared(0u).staged(4 * WARPGROUPS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(GatherShared(0u).staged(4 * WARPGROUPS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 struct Given {
     const Number *query, *dout, *out;
@@ -116,7 +116,7 @@ __device__ __forceinline__ u32 times(u32 pair, float factor) {
 __device__ __forceinline__ float distance(float lse) { return lse == MINUS_INFINITY ? 0.0f : fabsf(lse); }
 
 // a row of a block: false for one that is none
-__device__ __forceinline__ bool locate_row(const Given& given, const Work& work, int row, int& query, int& head) {
+__device__ __forceinline__ bool locate_row(const Given& given, const QueryBlock& work, int row, int& query, int& head) {
     int member = row & ((1 << given.group_shift) - 1);
     query = work.block * (ROWS >> given.group_shift) + (row >> given.group_shift);
     head = work.owner % given.kv_heads * given.group + member;
@@ -124,7 +124,7 @@ __device__ __forceinline__ bool locate_row(const Given& given, const Work& work,
 }
 
 // where its lse stands
-__device__ __forceinline__ long long place_of(const Given& given, const Work& work, int query, int head) {
+__device__ __forceinline__ long long place_of(const Given& given, const QueryBlock& work, int query, int head) {
     return ((long long)(work.owner / given.kv_heads) * given.kv_heads * given.group + head) * given.q_len + query;
 }
 
@@ -132,7 +132,7 @@ __device__ __forceinline__ long long place_of(const Given& given, const Work& wo
 template <int HALF>
 struct Consumer {
     const Given& given;
-    Shared shared;
+    GatherShared shared;
     Place place;
     int lane, warp;         // of the warpgroup
     int multiplied = 0;     // parity of that barrier
@@ -146,7 +146,7 @@ struct Consumer {
     float scores[32], dprobs[32];
     u32 probs[16], dscores[16];  // rounded
 
-    __device__ __forceinline__ Consumer(const Given& given, const Shared& shared) : given(given), shared(shared) {
+    __device__ __forceinline__ Consumer(const Given& given, const GatherShared& shared) : given(given), shared(shared) {
         lane = threadIdx.x % 32;
         warp = __shfl_sync(~0u, int(threadIdx.x) / 32 % 4, 0);
     }
@@ -166,7 +166,7 @@ struct Consumer {
         int count, whole;
     };
 
-    __device__ __forceinline__ void fetch(const Work& work, Rows& rows) const {
+    __device__ __forceinline__ void fetch(const QueryBlock& work, Rows& rows) const {
         int batch = work.owner / given.kv_heads, thread = thread_of() % 128, column = thread % ACROSS * 8;
         rows.count = given.counts[work.list];
         rows.whole = given.wholes[work.list];
@@ -189,7 +189,7 @@ struct Consumer {
     }
 
     // into shared memory; delta = rowsum(dO O) - dlse on the way. Returns whether a row of the block is far
-    __device__ __forceinline__ bool share_rows(const Work& work, const Rows& rows) {
+    __device__ __forceinline__ bool share_rows(const QueryBlock& work, const Rows& rows) {
         int thread = thread_of() % 128, chunk = thread % ACROSS;
 #pragma unroll
         for (int n = 0; n < LOADS; n++) {
@@ -615,7 +615,7 @@ struct Consumer {
         place.advance();
     }
 
-    __device__ __forceinline__ void store(const Work& work) const {
+    __device__ __forceinline__ void store(const QueryBlock& work) const {
         int batch = work.owner / given.kv_heads;
 #pragma unroll
         for (int n = 0; n < 2 * PARTS; n++) {
@@ -628,15 +628,15 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
         Rows rows;
-        fetch(Work(blockIdx.x, given.owners, given.blocks), rows);
+        fetch(QueryBlock(blockIdx.x, given.owners, given.blocks), rows);
         for (int index = blockIdx.x; index < given.total; index += gridDim.x) {
-            Work work(index, given.owners, given.blocks);
+            QueryBlock work(index, given.owners, given.blocks);
             // a loop of one turn at most: ptxas runs products under an `if` one by one
             for (bool far = share_rows(work, rows); far; far = false) measure();
             differentiate_block();
             store(work);
             // Rows are fetched in every turn, the last included: under a condition they would take registers over the whole loop.
-            fetch(Work(min(index + int(gridDim.x), given.total - 1), given.owners, given.blocks), rows);
+            fetch(QueryBlock(min(index + int(gridDim.x), given.total - 1), given.owners, given.blocks), rows);
             sync_threads<256>(ALL);  // the other warpgroup reads the rows of this block too
         }
     }
@@ -646,7 +646,7 @@ struct Consumer {
 // at the same numbers.
 __device__ __forceinline__ void gather_lists(Gatherer& gatherer, const Given& given) {
     for (int index = blockIdx.x; index < given.total; index += gridDim.x) {
-        Work work(index, given.owners, given.blocks);
+        QueryBlock work(index, given.owners, given.blocks);
         float farthest = 0.0f;
 #pragma unroll
         for (int row = 0; row < ROWS; row += 32) {
@@ -665,12 +665,12 @@ __device__ __forceinline__ void gather_lists(Gatherer& gatherer, const Given& gi
 template <int HALF>
 struct Adder {
     const Given& given;
-    Shared shared;
+    GatherShared shared;
 
     __device__ __forceinline__ void run() {
         int parity = 0;
         for (int index = blockIdx.x; index < given.total; index += gridDim.x) {
-            int count = given.counts[Work(index, given.owners, given.blocks).list];
+            int count = given.counts[QueryBlock(index, given.owners, given.blocks).list];
             for (int first = 0; first < count; first += BLOCK_N, parity ^= 1) add_tile(parity);
         }
         additions_end();
@@ -717,7 +717,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     long long dquery_row, u32 key_row, u32 value_row, int kv_heads, int group, int group_shift, int q_len, int kv_len, int longest,
     int blocks, int owners, int total, float exponent, float scale) {
     extern __shared__ unsigned char memory[];
-    Shared shared(memory);
+    GatherShared shared(memory);
     if (threadIdx.x == 0) {
         shared.ring().init(4 * WARPGROUPS);
         barrier_init(shared.multiplied(), 4 * WARPGROUPS);

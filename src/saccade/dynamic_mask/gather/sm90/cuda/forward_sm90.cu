@@ -83,7 +83,7 @@ __device__ __forceinline__ uint4 load_16(u32 address) {
     return x;
 }
 
-// a block of queries of one key head, in the order of `Work`; also the way from one of a program to its next, without divisions
+// a block of queries of one key head, in the order of `QueryBlock`; also the way from one of a program to its next, without divisions
 struct Block {
     int head, batch, number;
 

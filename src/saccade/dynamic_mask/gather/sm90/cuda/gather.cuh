@@ -92,10 +92,10 @@ struct Gathered {
 };
 
 // A block of queries of one key head. Heads take turns, so that blocks that run side by side do not all walk the list of the same head.
-struct Work {
+struct QueryBlock {
     int owner, block, list;  // list: row of the lists and of their counts
 
-    __device__ __forceinline__ Work(int index, int owners, int blocks) : owner(index % owners), block(index / owners) {
+    __device__ __forceinline__ QueryBlock(int index, int owners, int blocks) : owner(index % owners), block(index / owners) {
         list = owner * blocks + block;
     }
 };
@@ -150,11 +150,11 @@ struct Gatherer {
     // every tile of every block of this program, in the order of the consumers
     __device__ __forceinline__ void run() {
         int total = given.owners * given.blocks;
-        for (int index = blockIdx.x; index < total; index += gridDim.x) gather(Work(index, given.owners, given.blocks));
+        for (int index = blockIdx.x; index < total; index += gridDim.x) gather(QueryBlock(index, given.owners, given.blocks));
         announce();
     }
 
-    __device__ __forceinline__ void gather(const Work& work) {
+    __device__ __forceinline__ void gather(const QueryBlock& work) {
         Tiles tiles(given, work.list);
         if (tiles.total == 0) return;
         const int* listed = given.lists + (long long)work.list * given.longest;
@@ -179,7 +179,7 @@ struct Gatherer {
 
     // RUN: rows that follow each other are fetched by the copy engine
     template <bool RUN>
-    __device__ __forceinline__ void walk(const Work& work, const Tiles& tiles, const int* listed) {
+    __device__ __forceinline__ void walk(const QueryBlock& work, const Tiles& tiles, const int* listed) {
         long long batch = work.owner / given.kv_heads, head = work.owner % given.kv_heads, keys = (long long)work.owner * given.kv_len;
         auto* key = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head);
         auto* value = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head);

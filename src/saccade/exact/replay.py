@@ -11,14 +11,14 @@ from saccade import native
 from saccade.engine import prepare
 from saccade.engine.layout import shares_memory, strides_like_heads
 from saccade.engine.prepare import Prepared
-from saccade.engine.problem import made_again
+from saccade.engine.problem import replayable
 from saccade.exact.args import AttentionArgs
 from saccade.exact.op import OPS
 from saccade.exact.problem import by_window, in_one_batch
 from saccade.exact.slots import Backward, numbers_of, slots, third_of
 
 
-def offer(
+def record(
     prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs, out: Tensor, lse: Tensor | None
 ) -> None:
     """Describe a call that Python has made to C++, once per prepared call.
@@ -29,17 +29,17 @@ def offer(
     if native.calls is None:
         native.start(prepare.forget)
         return
-    prepared.offered = True
+    prepared.recorded = True
     problem, chosen = prepared.problem, prepared.backend
-    if not made_again(problem) or (inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not replayable(problem) or (inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     if chosen.own_dropout and args.lengths is None:
-        _offer_torch(prepared, call, inputs, args)
+        _record_torch(prepared, call, inputs, args)
     elif chosen.describe_launches is not None and lse is not None and (args.bias is None or not shares_memory(args.bias)):
-        _offer_ours(prepared, call, inputs, args, out, lse)
+        _record_ours(prepared, call, inputs, args, out, lse)
 
 
-def _offer_torch(prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs) -> None:
+def _record_torch(prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs) -> None:
     """Describe a call that torch's own function computes."""
     problem, added = prepared.problem, args.mask if args.bias is None else args.bias
     grouped = problem.heads != problem.kv_heads
@@ -51,7 +51,7 @@ def _offer_torch(prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], ar
     native.calls.remember_torch(call, float(problem.dropout_p), problem.is_causal, problem.scale, grouped, seen, hidden)
 
 
-def _offer_ours(
+def _record_ours(
     prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs, out: Tensor, lse: Tensor
 ) -> None:
     """Describe a call that one launch of our own kernel computes."""

@@ -29,14 +29,14 @@ def call_of(call: tuple, qkv: Tensor | None) -> tuple:
     return (*first, ALIGNMENTS[call[8]], *_options(call))
 
 
-def made(call: tuple) -> Tensor | None:
+def replayed(call: tuple) -> Tensor | None:
     """The output of a call of a kind that C++ knows; None of any other, and where lengths are to be checked."""
     if native.calls is None or check_lengths():
         return None
     return native.calls.run_ragged(*call)
 
 
-def offer(prepared: Prepared, call: tuple, args: VarlenArgs, out: Tensor, lse: Tensor | None, qkv: Tensor | None) -> None:
+def record(prepared: Prepared, call: tuple, args: VarlenArgs, out: Tensor, lse: Tensor | None, qkv: Tensor | None) -> None:
     """Describe a call that Python has made to C++, once for each layout of its tensors. qkv: what query, key and value are views of."""
     if native.calls is None:
         native.start(prepare.forget)
@@ -48,7 +48,7 @@ def offer(prepared: Prepared, call: tuple, args: VarlenArgs, out: Tensor, lse: T
         return  # offsets of another dtype were converted; tensors of another layout were copied
     if inputs[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    layout = ("offered", *[(x.stride(), x.data_ptr() % 16) for x in inputs], args[3] is args[4])
+    layout = ("recorded", *[(x.stride(), x.data_ptr() % 16) for x in inputs], args[3] is args[4])
     if prepared.launches.get(layout) is not None:
         return
     names = _INPUTS if qkv is None else ("qkv", "cu_seqlens")

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.exact.ragged import choice
-from saccade.exact.ragged.choice import CONFIGS, Sm90Config, rounded
-from saccade.exact.ragged.mask_bits import pack, strides_of
+from saccade.exact.long import choice
+from saccade.exact.long.config import CONFIGS, Sm90Config, rounded
+from saccade.exact.long.mask_bits import pack, strides_of
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import multiprocessors
 from saccade.launch.cache import LaunchCache
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, Call, stride_names
+from saccade.launch.cuda import HEADERS, CudaLaunch, stride_names
 from saccade.launch.dropout import survival_inverse, word_threshold
 from saccade.nvrtc import Bound, Options, Parameters, Source, tensor_map
 
@@ -61,7 +61,7 @@ _PARAMETERS = {
 
 def source(direction: str) -> Source:
     """The file of a direction."""
-    return Source(_FOLDER / f"long_{direction}_sm90.cu", (HEADERS,))
+    return Source(_FOLDER / f"{direction}_sm90.cu", (HEADERS,))
 
 
 def threads(direction: str, config: Sm90Config) -> int:
@@ -114,11 +114,6 @@ def takes(args: VarlenArgs, *others: Tensor) -> bool:
     if sequences * query.shape[1] * -(-args.max_q // BLOCK_ROWS) >= 2**31:
         return False
     return all(movable(x) for x in (*args[:3], *others))
-
-
-def by_chunks(args: VarlenArgs) -> bool:
-    """Whether the kernels of both directions may take the call, and none was set aside."""
-    return choice.prefers(choice.kind_of(args), "forward", "backward") and takes(args)
 
 
 def movable(tensor: Tensor) -> bool:
@@ -197,11 +192,11 @@ def _launch(
     return found
 
 
-def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any], config: Sm90Config) -> Call:
+def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any], config: Sm90Config) -> CudaLaunch:
     query, features = args.query, choice.kind_of(args).features
     macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config, *features)
     shared = shared_bytes(direction, query.shape[-1], config)
-    return Call(
+    return CudaLaunch(
         source(direction), f"long_{direction}_sm90", parameters(direction, *features), Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
         ARCHITECTURE,
     )  # fmt: skip

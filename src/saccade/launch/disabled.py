@@ -1,4 +1,4 @@
-"""Sets aside a kernel that does not compile here, with one warning, so that another kernel computes in its place."""
+"""Disables a kernel that does not compile here, with one warning, so that another kernel computes in its place."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from saccade.errors import CompileError, CompilerUnavailable
 
 FAILURES = (CompileError, CompilerUnavailable)
 _MOST = 1024
-_aside: dict[Hashable, Exception] = {}
+_disabled: dict[Hashable, Exception] = {}
 _warned: set[str] = set()
 
 
-def set_aside(what: Hashable, instead: str, error: Exception) -> None:
+def disable(what: Hashable, instead: str, error: Exception) -> None:
     """Remember that `what` (a variant of a kernel, or a backend and a shape) fails, and warn once for each failure of what runs
     instead."""
     # only a stream of ever new shapes, none of which compiles, fills it; the oldest would fail again, without a warning
-    if len(_aside) >= _MOST:
-        _aside.pop(list(_aside)[0], None)  # noqa: RUF015 (an iterator would meet what other threads add)
-    _aside[what] = error
+    if len(_disabled) >= _MOST:
+        _disabled.pop(list(_disabled)[0], None)  # noqa: RUF015 (an iterator would meet what other threads add)
+    _disabled[what] = error
     summary = getattr(error, "summary", str(error).partition("\n")[0])
     if summary in _warned:
         return
@@ -36,11 +36,11 @@ def set_aside(what: Hashable, instead: str, error: Exception) -> None:
 
 
 def failure_of(what: Hashable) -> Exception | None:
-    """Why `what` was set aside; None if it was not."""
-    return _aside.get(what) if _aside else None
+    """Why `what` was disabled; None if it was not."""
+    return _disabled.get(what) if _disabled else None
 
 
 def forget() -> None:
     """Forget all failures, so that everything is tried again."""
-    _aside.clear()
+    _disabled.clear()
     _warned.clear()

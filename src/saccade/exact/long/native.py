@@ -1,11 +1,11 @@
-"""Describes the launches of backend `long` to C++, which then makes them again (`saccade.native`)."""
+"""Describes the launches of backend `long` to C++, which then replays them (`saccade.native`)."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from saccade.exact.args import AttentionArgs
-from saccade.exact.ragged import long_launchers, sm90
+from saccade.exact.long import launchers, sm90
 from saccade.native import cuda
 from saccade.native.described import Described, Moved, Place, Planned, in_one_tensor, places_of
 
@@ -16,7 +16,7 @@ NULL: Place = (-1, 0)
 def describe_forward(args: AttentionArgs, out: Tensor, lse: Tensor, places: Places) -> list[Described] | None:
     """The launch of a forward call that was made; None where it is not remembered, because tensors had to be copied, and under a mask, of which
     another kernel makes bits."""
-    plan = long_launchers.known_forward(args)
+    plan = launchers.known_forward(args)
     if plan is None or args.mask is not None:
         return None
     pointers = (*_offsets(places), places["out"], places["lse"], *_free(plan), *places_of(places, "seed"))
@@ -29,7 +29,7 @@ def describe_backward(
     """The launch of a backward call that was made; None as in `describe_forward`, and where another kernel computes delta."""
     if args.mask is not None:
         return None
-    plan = long_launchers.known_backward(args, dout, out, lse, in_one_tensor(places))
+    plan = launchers.known_backward(args, dout, out, lse, in_one_tensor(places))
     if plan is None or not sm90.owns_delta(args.query.shape[-1]):
         return None
     slot, _ = places["scratch"]

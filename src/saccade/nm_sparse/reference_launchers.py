@@ -46,4 +46,4 @@ def _backward(
     return dq, dk, dv, found[3] if bias_grad else None
 
 
-STAND_IN = NMSparseLaunchers(_forward, _backward)
+REFERENCE_LAUNCHERS = NMSparseLaunchers(_forward, _backward)

@@ -11,14 +11,14 @@ from torch import Tensor
 from saccade import native
 from saccade.engine import prepare
 from saccade.engine.backend import Backend
-from saccade.launch.aside import failure_of
+from saccade.launch.disabled import failure_of
 from saccade.native.described import Place, Planned
 
-# keys of calls that C++ cannot make
+# keys of calls that C++ cannot replay
 _REFUSED: set[tuple] = set()
 
 
-class Replayed(NamedTuple):
+class OpReplay(NamedTuple):
     """How C++ looks up the calls of an op, and what it is told of one.
 
     call: the arguments of the op -> the call as C++ takes it, or None if C++ never replays such a call. names: of the items of a call, in its order.
@@ -41,12 +41,12 @@ def same_layouts(results: tuple[Tensor, ...]) -> list:
     return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in results]
 
 
-def made(call: tuple | None) -> tuple[Tensor, ...] | None:
-    """The results of a call that C++ knows."""
+def replayed(call: tuple | None) -> tuple[Tensor, ...] | None:
+    """The results of a call that C++ replays; None if it does not know the call."""
     return None if native.calls is None or call is None else native.calls.compute(*call)
 
 
-def may_offer(call: tuple, query: Tensor) -> bool:
+def may_record(call: tuple, query: Tensor) -> bool:
     """Whether the launches of a call that Python makes are to be described: not while a graph is captured, nor what was refused."""
     if not query.is_cuda or torch.cuda.is_current_stream_capturing():
         return False
@@ -56,13 +56,13 @@ def may_offer(call: tuple, query: Tensor) -> bool:
     return native.calls.key(call) not in _REFUSED
 
 
-def offer(
-    replayed: Replayed, call: tuple, results: tuple[Tensor, ...], chosen: Backend, args: Any, planned: Planned | None
+def record(
+    replay: OpReplay, call: tuple, results: tuple[Tensor, ...], chosen: Backend, args: Any, planned: Planned | None
 ) -> None:
-    """Describe a call that Python has made; planned: its launches, None if C++ cannot make them."""
+    """Describe a call that Python has made; planned: its launches, None if C++ cannot replay them."""
     if planned is not None:
         limits = () if chosen.limits is None else chosen.limits(args)
-        layouts = replayed.layouts(results)
+        layouts = replay.layouts(results)
         native.calls.remember_op(call, layouts, planned.launches, planned.scratch, planned.per_query, limits)
         return
     if len(_REFUSED) >= 4096:  # only a stream of ever new shapes gets here

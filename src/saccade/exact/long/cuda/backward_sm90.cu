@@ -22,9 +22,9 @@
 // ROWS (the numbers of its rows), SCORES (dS^T is written). Source: FlashAttention-2 (Dao 2023), algorithm 2, with roles as in FlashAttention-3
 // (Shah et al. 2024); traffic: Q and dO once from memory, then from L2 once a round.
 //
-// Compiled with the macros of long_sm90.cuh, STAGES, OWN_DELTA (0: delta is given, since O does not fit beside the others), KEY_REGISTERS,
+// Compiled with the macros of chunks_sm90.cuh, STAGES, OWN_DELTA (0: delta is given, since O does not fit beside the others), KEY_REGISTERS,
 // QUERY_REGISTERS, LOAD_REGISTERS and SHARED_BYTES.
-#include "long_sm90.cuh"
+#include "chunks_sm90.cuh"
 #include "ring.cuh"
 
 constexpr int CHUNK_ROWS = 64, ROUND_ROWS = 128, ROUNDS_KNOWN = 4;
@@ -36,7 +36,7 @@ constexpr int PART = HEAD_DIM < 64 ? HEAD_DIM : 64;  // columns of dQ at a time
 enum Barrier { KEYS, KEYS_READ = 2, SCORES = 4, SCORES_READ = 6, CHUNK = 8, ROWS = CHUNK + STAGES, CHUNK_READ = ROWS + STAGES, BARRIERS = CHUNK_READ + STAGES };
 enum Meeting { OF_KEYS = 1, OF_ALL_KEYS = 3, OF_LOADS = 4 };
 
-struct Shared : Memory {
+struct LongBackwardShared : Memory {
     using Memory::Memory;
     __device__ __forceinline__ u32 key(int n) const { return base + KEYS_AT + n % 2 * 2 * KeyTile::BYTES; }
     __device__ __forceinline__ u32 value(int n) const { return key(n) + KeyTile::BYTES; }
@@ -53,7 +53,7 @@ struct Shared : Memory {
                          OUT_AT = SCORES_AT + 2 * ScoreTile::BYTES, ROWS_AT = OUT_AT + 2 * OWN_DELTA * QueryTile::BYTES,
                          ROUNDS_AT = ROWS_AT + STAGES * 8 * CHUNK_ROWS, BARRIERS_AT = ROUNDS_AT + ROUNDS_KNOWN * 32;
 };
-static_assert(Shared::BARRIERS_AT + 8 * BARRIERS <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(LongBackwardShared::BARRIERS_AT + 8 * BARRIERS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // 128 keys of an item, and the chunks of queries that meet them
 struct Round {
@@ -101,7 +101,7 @@ struct Gradients {
 
 // One of the two warpgroups that own keys.
 struct Keys {
-    const Shared shared;
+    const LongBackwardShared shared;
     const int warpgroup;
     const float exponent;  // scale * log2(e)
     const Group group;
@@ -111,7 +111,7 @@ struct Keys {
     float dkey[HEAD_DIM / 2], dvalue[HEAD_DIM / 2];
     int step = 0, number = 0;  // chunks, and rounds, so far
 
-    __device__ __forceinline__ Keys(Shared shared, int warpgroup, float exponent, Group group, MaskBits mask, const Dropout& dropout)
+    __device__ __forceinline__ Keys(LongBackwardShared shared, int warpgroup, float exponent, Group group, MaskBits mask, const Dropout& dropout)
         : shared(shared), warpgroup(warpgroup), exponent(exponent), group(group), mask(mask), dropout(dropout) {}
 
     // S^T, or onto -delta dP^T - delta: 64 keys x N queries
@@ -126,7 +126,7 @@ struct Keys {
         products_commit();
     }
 
-    // A chunk of a query head whose queries fill N columns. survivors: which of its weights dropout leaves (long_dropout.cuh).
+    // A chunk of a query head whose queries fill N columns. survivors: which of its weights dropout leaves (dropout.cuh).
     template <int N>
     __device__ __forceinline__ void chunk(const Round& round, int head, int c, u32 survivors) {
         const int stage = stage_of(step), row = round.start + 64 * warpgroup + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
@@ -322,7 +322,7 @@ struct Keys {
 
 // The warpgroup that adds up dQ.
 struct Queries {
-    const Shared shared;
+    const LongBackwardShared shared;
     float* parked;  // of this block
     const Group group;
     const int thread = thread_of() % 128;
@@ -330,7 +330,7 @@ struct Queries {
     const u64 kept = keep_in_cache();
     int step = 0, number = 0;  // chunks, and rounds, so far
 
-    __device__ __forceinline__ Queries(Shared shared, float* parked, Group group) : shared(shared), parked(parked), group(group) {}
+    __device__ __forceinline__ Queries(LongBackwardShared shared, float* parked, Group group) : shared(shared), parked(parked), group(group) {}
 
     // 64 columns of dQ += dS K over 16 STEPS keys
     template <int STEPS>
@@ -408,7 +408,7 @@ struct Inputs {
 
 // The warpgroup that asks for tiles. Two threads share a row: one has its lse, the other its delta.
 struct Loads {
-    const Shared shared;
+    const LongBackwardShared shared;
     const Inputs& in;
     const Group group;
     const int thread = thread_of() % 128;
@@ -420,7 +420,7 @@ struct Loads {
     long long place;              // of its numbers
     float row;                    // lse, or delta
 
-    __device__ __forceinline__ Loads(Shared shared, const Inputs& in, Group group) : shared(shared), in(in), group(group) {}
+    __device__ __forceinline__ Loads(LongBackwardShared shared, const Inputs& in, Group group) : shared(shared), in(in), group(group) {}
 
     // K and V of a round, and what it is
     __device__ __forceinline__ void ask_round(const Round& round) {
@@ -556,7 +556,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #endif
                        int heads, int head_dim, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const Shared shared(shared_address(memory));
+    const LongBackwardShared shared(shared_address(memory));
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             barrier_init(shared.barrier(KEYS + i), 1);

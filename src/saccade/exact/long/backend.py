@@ -1,6 +1,6 @@
 """The kernels of sequences beyond 128 tokens as a backend of `attention`, for dense rows `[B, H, T, D]`; shorter ones where they are faster.
 
-The ragged family runs the same kernels for packed sequences.
+The family `ragged` runs the same kernels for packed sequences.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, square, table, taken
 from saccade.engine.window import why_no_window
 from saccade.exact import measured
-from saccade.exact.ragged import config
+from saccade.exact.long import config
+from saccade.exact.problem import SHORT_TOKENS
 
 SHORTEST, LONGEST = 65, 577  # what was measured; the kernels take other lengths too
-SHORTS = 128  # the most tokens that the backend `short` takes
 # Up to 128 tokens: problems from which these kernels are faster than those of `short`, by the largest D and whether there is a backward, in CUDA
 # graphs (docs/notes/long.md). From FILLING numbers on, with rows and columns rounded up to tiles, `short` has kernels that are faster again.
 FEWEST_SHORT = {32: (3072, 768), 64: (768, 384), 128: (384, 768)}
 FILLING = 2**25
-MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
 _DTYPES = (torch.bfloat16, torch.float16)
 # Problems (B * H) from which backward itself is faster, by the most tokens: a multiprocessor computes the gradients of one problem at a time
 # (in CUDA graphs, D = 64: 1.32x at 12 problems of 160, 1.09x at 48 of 384, 0.88x at 48 and 1.16x at 96 of 512; docs/notes/long.md)
@@ -48,12 +47,12 @@ def _why_not(problem: Problem) -> list[str]:
     sharing = problem.q_len * (problem.heads // max(1, problem.kv_heads))
     if problem.heads != problem.kv_heads and sharing > config.MAX_SHARING:
         reasons.append(f"needs at most {config.MAX_SHARING:,} queries that share a key head (Tq * H / Hkv), got {sharing:,}")
-    if problem.head_dim % 8 or not 8 <= problem.head_dim <= MAX_HEAD_DIM:
-        reasons.append(f"needs a head dim that is a multiple of 8, from 8 to {MAX_HEAD_DIM}, got {problem.head_dim}")
+    if problem.head_dim % 8 or not 8 <= problem.head_dim <= config.MAX_HEAD_DIM:
+        reasons.append(f"needs a head dim that is a multiple of 8, from 8 to {config.MAX_HEAD_DIM}, got {problem.head_dim}")
     if problem.value_dim != problem.head_dim:
         reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
-    if max(problem.q_len, problem.kv_len) > MAX_TOKENS:
-        reasons.append(f"needs Tq and Tk of at most {MAX_TOKENS}, got {problem.q_len} and {problem.kv_len}")
+    if max(problem.q_len, problem.kv_len) > config.MAX_TOKENS:
+        reasons.append(f"needs Tq and Tk of at most {config.MAX_TOKENS}, got {problem.q_len} and {problem.kv_len}")
     if not is_normal_scale(problem.scale):
         reasons.append(f"needs a positive scale that is normal in float32, got {problem.scale}")
     if reasons:
@@ -74,8 +73,8 @@ _NOTES = Source("docs/notes/long.md")  # what was measured in CUDA graphs, and b
 def _rule(problem: Problem) -> Rule:
     """Follows benchmarks/results/h200/short_long.csv and short_sizes.csv."""
     shortest, longest = sorted((problem.q_len, problem.kv_len))
-    if shortest < SHORTEST or longest > LONGEST or shortest <= SHORTS < longest:
-        range_of = f"{SHORTEST} to {SHORTS}, or {SHORTS + 1} to {LONGEST}, queries and keys"
+    if shortest < SHORTEST or longest > LONGEST or shortest <= SHORT_TOKENS < longest:
+        range_of = f"{SHORTEST} to {SHORT_TOKENS}, or {SHORT_TOKENS + 1} to {LONGEST}, queries and keys"
         ends = table("short_long", square(160, 64, 13_104), square(LONGEST, 64, 3632))
         return Rule(f"was measured with {range_of}, got {problem.q_len} and {problem.kv_len}", ends)
     return host_time(problem) or measured.rule(problem, "long") or unmeasured_rule(problem)
@@ -84,7 +83,7 @@ def _rule(problem: Problem) -> Rule:
 def unmeasured_rule(problem: Problem) -> Rule:
     """The rule of calls far from every committed row."""
     longest = max(problem.q_len, problem.kv_len)
-    slower = _slower_than_short if longest <= SHORTS else _slower
+    slower = _slower_than_short if longest <= SHORT_TOKENS else _slower
     return (
         _not_timed(problem, longest)
         or _too_small(problem, longest)
@@ -106,7 +105,7 @@ def _not_timed(problem: Problem, longest: int) -> Rule | None:
     if len(found) > 1:
         return Rule(f"{' and '.join(found)} were not timed together on these kernels", _NOTES)
     name = found[0]
-    if name == "masks" and problem.row_mask and longest <= SHORTS:
+    if name == "masks" and problem.row_mask and longest <= SHORT_TOKENS:
         return Rule("a mask that all queries share was timed on the kernels of `short`", _NOTES)
     most = config.TIMED_TOKENS[name] if problem.needs_grad else min(config.TIMED_FORWARD, config.TIMED_TOKENS[name])
     if longest <= most and config.timed(name, problem.head_dim):
@@ -116,7 +115,7 @@ def _not_timed(problem: Problem, longest: int) -> Rule | None:
 
 
 def _gains(problem: Problem, longest: int) -> Source:
-    if longest <= SHORTS or _features(problem):
+    if longest <= SHORT_TOKENS or _features(problem):
         return _NOTES
     if problem.head_dim > 64:
         return table("short_long", square(160, 128, 6552), square(197, 128, 5320))
@@ -145,7 +144,7 @@ def host_time(problem: Problem) -> Rule | None:
 
 def _too_small(problem: Problem, longest: int) -> Rule | None:
     if not problem.needs_grad or (problem.python_counts and not _launched_by_python(problem)):
-        return None  # an eager call that C++ makes takes 82 us with backward where torch's takes 115, whatever the kernels do meanwhile
+        return None  # an eager call that C++ replays takes 82 us with backward where torch's takes 115, whatever the kernels do meanwhile
     fewest = FEWEST_WIDE if problem.head_dim > 64 else next(count for most, count in FEWEST_PROBLEMS if longest <= most)
     owned, letter = problem.batch * problem.kv_heads, "H" if problem.heads == problem.kv_heads else "Hkv"
     if owned >= fewest:
@@ -158,14 +157,14 @@ def _slower_than_short(problem: Problem, longest: int) -> Rule | None:
     problems, dim = problem.batch * problem.heads, next(d for d in FEWEST_SHORT if problem.head_dim <= d)
     fewest = FEWEST_SHORT[dim][problem.needs_grad]
     if problems < fewest:
-        said = f"up to {SHORTS} tokens the kernels of `short` are faster for fewer than {fewest} problems (B * H), got {problems}"
+        said = f"up to {SHORT_TOKENS} tokens the kernels of `short` are faster for fewer than {fewest} problems (B * H), got {problems}"
         return Rule(said, _NOTES)
     if _features(problem):
         return None  # `short` has its fastest kernels for none of them
     # forward at D <= 32 is faster for any number: 1.44x to 1.83x torch at 12,288 problems for 1.24x to 1.47x
-    if problems * SHORTS * dim >= FILLING and not problem.lengths and (problem.needs_grad or dim > 32):
-        filling = FILLING // (SHORTS * dim)
-        said = f"up to {SHORTS} tokens the kernels of `short` are faster from {filling:,} problems (B * H) on, got {problems:,}"
+    if problems * SHORT_TOKENS * dim >= FILLING and not problem.lengths and (problem.needs_grad or dim > 32):
+        filling = FILLING // (SHORT_TOKENS * dim)
+        said = f"up to {SHORT_TOKENS} tokens the kernels of `short` are faster from {filling:,} problems (B * H) on, got {problems:,}"
         return Rule(said, _NOTES)
     if problem.needs_grad or problem.lengths or dim == 32:
         return None
@@ -191,25 +190,25 @@ def _slower(problem: Problem, longest: int) -> Rule | None:
 
 
 def _load() -> Launchers:
-    from saccade.exact.ragged.long_launchers import backward, forward
+    from saccade.exact.long.launchers import backward, forward
 
     return Launchers(forward, backward)
 
 
 def _describe_forward(*call: Any) -> Any:
-    from saccade.exact.ragged.long_native import describe_forward
+    from saccade.exact.long.native import describe_forward
 
     return describe_forward(*call)
 
 
 def _describe_backward(*call: Any) -> Any:
-    from saccade.exact.ragged.long_native import describe_backward
+    from saccade.exact.long.native import describe_backward
 
     return describe_backward(*call)
 
 
 def _describe(problem: Problem) -> str:
-    from saccade.exact.ragged.choice import chunks, kind_of_dense
+    from saccade.exact.long.choice import chunks, kind_of_dense
 
     directions = ("forward", "backward") if problem.needs_grad else ("forward",)
     return ", ".join(f"{d}: {chunks(d, kind_of_dense(problem))}" for d in directions)

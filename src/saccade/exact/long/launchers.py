@@ -7,31 +7,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.engine.layout import empty_like_heads, unpack
 from saccade.exact.args import AttentionArgs
-from saccade.exact.ragged import sm90
-from saccade.exact.ragged.dense import expanded
-from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
-
-
-def _varlen(args: AttentionArgs) -> VarlenArgs:
-    causal = UPPER_LEFT if args.is_causal else FULL
-    lengths: Any = args.lengths  # None for whole rows, of which nothing is read there
-    query, key, value, mask = args[:4]
-    pairs = (query.shape[1], query.shape[2], key.shape[2])
-    mask = None if mask is None else expanded(mask, query.shape[0], pairs)
-    return VarlenArgs(
-        query, key, value, lengths, lengths, None, args.seed, *pairs[1:], args.dropout_p, causal, args.scale, mask=mask
-    )
+from saccade.exact.long import sm90
+from saccade.exact.varlen.args import of_dense
 
 
 def _mask_of(args: AttentionArgs) -> Tensor | None:
-    return None if args.mask is None else _varlen(args).mask
+    return None if args.mask is None else of_dense(args).mask
 
 
 class _Known(NamedTuple):
@@ -87,7 +75,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         (out,) = known.results(query)
         sm90.run_forward(known.plan, (*args[:3], out), _lengths_at(args), lse, _mask_of(args), args.seed)
         return out, lse
-    call = _varlen(args)
+    call = of_dense(args)
     moved = [_movable(x) for x in call[:3]]
     out = empty_like_heads(moved[0])
     if out.numel() == 0 or moved[1].numel() == 0:
@@ -113,7 +101,7 @@ def backward(
     if query.numel() == 0 or key_.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), None
     if known is None:
-        call = _varlen(args)._replace(query=query, key=key_, value=value)
+        call = of_dense(args)._replace(query=query, key=key_, value=value)
         known = _Known(sm90.plan_backward(call, dout, out, gradients), tuple([(x.shape, x.stride()) for x in gradients]))
         as_it_is = (dout.stride(), out.stride(), lse.stride()) == key[1:4] and all(map(operator.is_, call[:3], args[:3]))
         if args.launches is not None and as_it_is:

@@ -1,6 +1,6 @@
 // The weights of a tile that survive dropout, by the draw that all backends share (saccade/engine/philox.py): four adjacent keys of a query take the
 // four words of one Philox call. No lane holds all four, so the lanes that share calls divide them among themselves and swap bits: each call is made
-// once. Bit 4i + 2h + b says whether d[4i + 2h + b] survives (long_sm90.cuh).
+// once. Bit 4i + 2h + b says whether d[4i + 2h + b] survives (chunks_sm90.cuh).
 #pragma once
 #include "numbers.cuh"
 #include "philox.cuh"

@@ -8,7 +8,7 @@
 // rows [B, H, T, D]), CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence), GROUPED (1: query heads, one behind
 // another, share a key head; how many is a parameter), MASK (1: a mask of pairs is given as bits) and DROPOUT (1: weights are dropped).
 #pragma once
-#include "long_dropout.cuh"
+#include "dropout.cuh"
 #include "long_instruction.cuh"
 #include "mma.cuh"
 #include "numbers.cuh"

@@ -11,9 +11,9 @@
 // scaled anew only where a row's maximum has grown by 2^8 since it was last. Source: FlashAttention-2 (Dao 2023), algorithm 1; the order of the
 // products after FlashAttention-3, the rare rescaling after FlashAttention-4.
 //
-// Compiled with the macros of long_sm90.cuh, TEAMS (1 or 2), QUERY_SLOTS, STAGES, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES. The registers
+// Compiled with the macros of chunks_sm90.cuh, TEAMS (1 or 2), QUERY_SLOTS, STAGES, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES. The registers
 // of all threads are those of the launch, rounded down to 8 a thread: a warpgroup that asks for more waits for ever.
-#include "long_sm90.cuh"
+#include "chunks_sm90.cuh"
 #include "ring.cuh"
 
 constexpr int BLOCK_ROWS = 128, CHUNK_KEYS = 64, THREADS = 256 * TEAMS + 128;
@@ -26,10 +26,10 @@ enum Barrier { QUERY, FREE = QUERY + QUERY_SLOTS, KEY = FREE + QUERY_SLOTS, VALU
 enum Meeting { OF_TEAM = 1, OF_WARPGROUP = OF_TEAM + TEAMS };
 
 // of one team
-struct Shared : Memory {
+struct LongForwardShared : Memory {
     const int team;
 
-    __device__ __forceinline__ Shared(u32 all, int team) : Memory(all + team * BYTES), team(team) {}
+    __device__ __forceinline__ LongForwardShared(u32 all, int team) : Memory(all + team * BYTES), team(team) {}
     __device__ __forceinline__ u32 query(int slot) const { return base + slot * QueryTile::BYTES; }
     __device__ __forceinline__ u32 work(int slot) const { return base + WORKS_AT + 32 * slot; }
     __device__ __forceinline__ u32 key(int stage) const { return base + KEYS_AT + stage * 2 * KeyTile::BYTES; }
@@ -53,10 +53,10 @@ struct Shared : Memory {
     static constexpr u32 BARRIERS_AT = WORKS_AT + QUERY_SLOTS * 32;
     static constexpr u32 BYTES = (BARRIERS_AT + 8 * BARRIERS + 1023) / 1024 * 1024;
 };
-static_assert(TEAMS * Shared::BYTES <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(TEAMS * LongForwardShared::BYTES <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // 128 queries of an item, from `first` on; a negative one is the end.
-struct Work {
+struct QueryBlock {
     Item item;
     int first;
 
@@ -68,9 +68,9 @@ struct Work {
         const int all[8] = {item.head, item.told_row(), item.q_first, item.q_len, item.k_first, item.k_len, first, 0};
         tell(place, all);
     }
-    static __device__ __forceinline__ Work from(u32 place) {
+    static __device__ __forceinline__ QueryBlock from(u32 place) {
         const int head = told(place, 0), row = told(place, 1);
-        return Work{Item{head, Item::batch_of(row), told(place, 2), told(place, 3), told(place, 4), told(place, 5), 0, row}, told(place, 6)};
+        return QueryBlock{Item{head, Item::batch_of(row), told(place, 2), told(place, 3), told(place, 4), told(place, 5), 0, row}, told(place, 6)};
     }
 };
 
@@ -88,7 +88,7 @@ __device__ __forceinline__ int width_of(int left) {
 
 // One warpgroup: 64 queries of an item.
 struct Rows {
-    const Shared shared;
+    const LongForwardShared shared;
     const int warpgroup;
     const float exponent;  // scale * log2(e), positive
     const MaskBits mask;
@@ -281,13 +281,13 @@ struct Output {
 
 // The warp that asks for tiles: one lane works, and tells the warpgroups what they are of.
 struct Loads {
-    const Shared shared;
+    const LongForwardShared shared;
     const Batch& batch;
     const TensorMap &query, &key, &value;
     const Group group;
     int chunk = 0, works = 0;  // asked for so far
 
-    __device__ __forceinline__ void tell_and_ask(const Work& work) {
+    __device__ __forceinline__ void tell_and_ask(const QueryBlock& work) {
         const int slot = slot_of(works);
         if (works >= QUERY_SLOTS) barrier_wait(shared.barrier(FREE + slot), slot_parity(works) ^ 1);
         work.tell_to(shared.work(slot));
@@ -320,13 +320,13 @@ struct Loads {
         for (int number = TEAMS * blockIdx.x + shared.team; number < all; number += teams, round++) {
             const int index = unsigned(number) / unsigned(blocks), rest = number - index * blocks;
             const int first = (blocks - 1 - (turns ? (rest + round) % blocks : rest)) * BLOCK_ROWS;
-            const Work work{batch.item(index), first};
+            const QueryBlock work{batch.item(index), first};
             if (first >= work.item.q_len) continue;
             tell_and_ask(work);
 #pragma unroll 1
             for (int c = 0; c < work.chunks(); c++) ask_keys(work.item, c * CHUNK_KEYS);
         }
-        tell_and_ask(Work{Item{}, -1});
+        tell_and_ask(QueryBlock{Item{}, -1});
     }
 };
 
@@ -371,7 +371,7 @@ struct Computing {
         return keys;
     }
 
-    __device__ __forceinline__ void compute(const Work& work) {
+    __device__ __forceinline__ void compute(const QueryBlock& work) {
         const Item& item = work.item;
         const int first = work.first + 64 * rows.warpgroup, chunks = work.chunks();
         // keys that some query, and that every query, of this warpgroup sees
@@ -401,12 +401,12 @@ struct Computing {
     }
 
     __device__ __forceinline__ void run() {
-        const Shared& shared = rows.shared;
+        const LongForwardShared& shared = rows.shared;
 #pragma unroll 1
         while (true) {
             const int slot = slot_of(works);
             barrier_wait(shared.barrier(QUERY + slot), slot_parity(works));
-            const Work work = Work::from(shared.work(slot));
+            const QueryBlock work = QueryBlock::from(shared.work(slot));
             if (work.first < 0) break;
             rows.begin(slot);
             compute(work);
@@ -442,13 +442,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                       .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
                       .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};
-    if (threadIdx.x < TEAMS) Shared(shared_address(memory), threadIdx.x).init_barriers();
+    if (threadIdx.x < TEAMS) LongForwardShared(shared_address(memory), threadIdx.x).init_barriers();
     __syncthreads();
     const int warpgroup = warpgroup_of();
     if (warpgroup == 2 * TEAMS) {
         leave_registers<LOAD_REGISTERS>();
         const int warp = thread_of() % 128 / 32;
-        Loads loads{.shared = Shared(shared_address(memory), warp), .batch = batch, .query = query_map, .key = key_map, .value = value_map,
+        Loads loads{.shared = LongForwardShared(shared_address(memory), warp), .batch = batch, .query = query_map, .key = key_map, .value = value_map,
                     .group = GROUP};
         if (warp < TEAMS && thread_of() % 32 == 0) loads.run();
         return;
@@ -460,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if DROPOUT
     dropout = Dropout::of(*seed, threshold, inverse, heads, batch.max_k);
 #endif
-    Computing computing{.rows = Rows{.shared = Shared(shared_address(memory), warpgroup / 2), .warpgroup = warpgroup % 2, .exponent = exponent,
+    Computing computing{.rows = Rows{.shared = LongForwardShared(shared_address(memory), warpgroup / 2), .warpgroup = warpgroup % 2, .exponent = exponent,
                                      .mask = MASK_BITS, .dropout = dropout},
                         .output = output, .batch = batch, .arriving = arriving_lane()};
     computing.run();

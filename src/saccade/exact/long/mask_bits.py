@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.hardware import multiprocessors
-from saccade.launch.cuda import Call, run, strides
+from saccade.launch.cuda import CudaLaunch, run, strides
 from saccade.nvrtc import Options, Parameters, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "mask_bits.cu")
@@ -53,7 +53,7 @@ def pack(mask: Tensor, by_key: bool) -> Tensor:
     return words
 
 
-def mask_bits_call(mask: Tensor, words: Tensor, processors: int) -> Call:
+def mask_bits_call(mask: Tensor, words: Tensor, processors: int) -> CudaLaunch:
     """The launch as data, without running it."""
     batches, heads, rows, columns = mask.shape
     numbers = {"batches": batches, "heads": heads, "rows": rows, "columns": columns}
@@ -61,4 +61,4 @@ def mask_bits_call(mask: Tensor, words: Tensor, processors: int) -> Call:
     warps = batches * heads * -(-rows // 32) * _width(mask)
     grid = max(1, min(-(-warps * 32 // THREADS), _BLOCKS * processors))
     options = Options.of({"ROWS_LIE_CLOSE": mask.stride(2) == 1 != mask.stride(3), "THREADS": THREADS})
-    return Call(SOURCE, "mask_bits", PARAMETERS, options, (grid, 1), THREADS, 0, arguments)
+    return CudaLaunch(SOURCE, "mask_bits", PARAMETERS, options, (grid, 1), THREADS, 0, arguments)

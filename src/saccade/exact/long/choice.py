@@ -1,0 +1,87 @@
+"""The calls that the kernels of sm_90 for long sequences take, for the launchers of both families and for `explain`. Imports torch alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from saccade.engine.problem import Problem
+from saccade.exact.long.config import CONFIGS, MAX_HEAD_DIM, MAX_SHARING, MAX_TOKENS, rounded
+from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
+from saccade.hardware import arch_of
+from saccade.nvrtc import obstacles
+
+if TYPE_CHECKING:
+    from saccade.exact.varlen.problem import VarlenProblem
+
+
+class Kind(NamedTuple):
+    """The facts that decide which kernels compute a call, apart from where its tensors lie. group: query heads that share a key head."""
+
+    arch: int
+    dtype: torch.dtype
+    dense: bool
+    head_dim: int
+    group: int
+    max_q: int
+    max_k: int
+    causal: int
+    mask: bool
+    dropout: bool
+    bias: bool
+    scale: float
+
+    @property
+    def features(self) -> tuple[bool, bool, bool]:
+        """The features that kernels are compiled for: grouped heads, a mask, dropout."""
+        return self.group > 1, self.mask, self.dropout
+
+
+def kind_of(args: VarlenArgs) -> Kind:
+    """The kind of a call that kernels are given."""
+    query = args.query
+    group = query.shape[1] // max(1, args.key.shape[1])  # of an empty call
+    return Kind(
+        arch_of(query.device), query.dtype, query.dim() == 4, query.shape[-1], group, args.max_q, args.max_k, args.causal,
+        args.mask is not None, args.seed is not None, args.bias is not None, args.scale,
+    )  # fmt: skip
+
+
+def kind_of_packed(problem: VarlenProblem) -> Kind:
+    """The kind of a described call of packed sequences."""
+    return Kind(
+        problem.arch, problem.dtype, False, problem.head_dim, problem.heads // max(1, problem.kv_heads), problem.max_q, problem.max_k,
+        problem.causal, False, problem.dropout_p > 0, problem.bias is not None, problem.scale,
+    )  # fmt: skip
+
+
+def kind_of_dense(problem: Problem) -> Kind:
+    """The kind of a described call of dense rows."""
+    causal = UPPER_LEFT if problem.is_causal else FULL
+    return Kind(
+        problem.arch, problem.dtype, True, problem.head_dim, problem.heads // max(1, problem.kv_heads), problem.q_len, problem.kv_len,
+        causal, problem.mask == "bool", problem.dropout_p > 0, problem.mask == "bias", problem.scale,
+    )  # fmt: skip
+
+
+def takes(kind: Kind) -> bool:
+    """Whether the kernels of sm_90 for long sequences take a call, if the copy engine can address its tensors."""
+    if kind.arch != 90 or kind.dtype.itemsize != 2 or kind.bias or not kind.scale > 0:
+        return False
+    if (kind.group > 1 and kind.group * kind.max_q > MAX_SHARING) or (kind.mask and not kind.dense):
+        return False
+    if kind.head_dim > MAX_HEAD_DIM or kind.head_dim % 8 or max(kind.max_q, kind.max_k) > MAX_TOKENS:
+        return False
+    return not obstacles("90a")
+
+
+def named(direction: str, kind: Kind) -> tuple:
+    """The key under which a failure to compile is remembered."""
+    columns = rounded(kind.head_dim)
+    return "attention_varlen", f"long_{direction}_sm90", 4 if kind.dense else 3, columns, kind.dtype, kind.causal, *kind.features
+
+
+def chunks(direction: str, kind: Kind) -> str:
+    """The configuration of the kernels of sm_90."""
+    return f"CUDA C++ {CONFIGS[direction, rounded(kind.head_dim)]}"

@@ -1,0 +1,53 @@
+"""Shapes, limits and timed ranges of the kernels of sm_90 for long sequences. Imports nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Backward parks dQ between rounds of keys, for each block all queries of a sequence: 69 MB at this length and D = 64
+MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
+# Features with which the kernels were timed (docs/notes/long.md): one at a time, up to this D and from another on,
+# and for dense rows up to so many tokens. `auto` takes no backend `long` for other calls, and the ragged family computes them by Triton. Read at each call.
+TIMED_HEAD_DIM = 64
+TIMED_FROM = {"grouped heads": 33, "masks": 33, "dropout": 1}
+TIMED_TOKENS = {"grouped heads": 256, "masks": 128, "dropout": 512}
+TIMED_FORWARD = 256  # of a call without a gradient; 0.99 of torch's speed at 512 under dropout
+# The most queries that share a key head there: backward parks dQ of all of them between rounds of keys, for each block; 277 MB of D = 64
+MAX_SHARING = 8192
+
+
+def timed(feature: str, head_dim: int) -> bool:
+    """Whether the kernels were timed with a feature at a head dim."""
+    return TIMED_FROM[feature] <= head_dim <= TIMED_HEAD_DIM
+
+
+@dataclass(frozen=True)
+class Sm90Config:
+    """How a kernel is compiled.
+
+    stages: chunks in shared memory at a time.
+    registers: of a thread of each kind of warpgroup. Forward: those that compute, and the one that loads. Backward: the two that own keys, the one
+        that computes dQ and the one that loads; 512 in all four.
+    teams: of forward, pairs of warpgroups that share queries; each has memory of its own. Two in one block, and not two blocks: beside a
+        warpgroup that loads they have 112 registers of a thread in place of 104, of which the products run out.
+    """
+
+    stages: int
+    registers: tuple[int, ...]
+    teams: int = 1
+
+
+# (direction, D rounded up)
+CONFIGS = {
+    ("forward", 32): Sm90Config(4, (112, 32), teams=2),
+    ("forward", 64): Sm90Config(4, (112, 32), teams=2),
+    ("forward", 128): Sm90Config(4, (240, 24)),
+    ("backward", 32): Sm90Config(4, (176, 88, 72)),
+    ("backward", 64): Sm90Config(4, (192, 72, 56)),
+    ("backward", 128): Sm90Config(2, (208, 64, 32)),
+}
+
+
+def rounded(head_dim: int) -> int:
+    """Columns of a tile of these kernels."""
+    return 32 if head_dim <= 32 else 64 if head_dim <= 64 else 128
