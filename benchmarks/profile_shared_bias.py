@@ -85,6 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     numbers = launches.rows(with_(), given_, dout, None, out, lse)
     forward = best("forward", shapes(), lambda s: _of(launches.forward, with_(forward=s), given_, out, lse))
     keys = best("dK and dV", shapes(), lambda s: _of(launches.keys, with_(keys=s), given_, dout, numbers, dk, dv))
+    best("dK and dV, turned", shapes(), lambda s: _of(launches.keys, with_(keys=s, turns=True), given_, dout, numbers, dk, dv))
     queries = best("dQ", shapes(), lambda s: _of(launches.queries, with_(queries=s), given_, dout, numbers, dq))
     rows = best(
         "delta", [queries[1], config.queries], lambda s: _of(launches.rows, with_(queries=s), given_, dout, None, out, lse)

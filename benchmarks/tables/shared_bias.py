@@ -22,6 +22,7 @@ from tables.short_ragged import timed
 from torch import Tensor
 
 import saccade
+from saccade.exact.problem import describe_attention
 from saccade.hardware import has_package
 from saccade.testing.timing import Timing
 
@@ -61,13 +62,17 @@ class Shape:
         return (torch.rand(self.batch, self.tokens, generator=source) < 0.8).to(DEVICE)
 
     def __str__(self) -> str:
-        shape = "x".join(map(str, self.bias_shape))
-        masked = " key_mask" if self.masked else ""
-        windows = f" windows={self.windows}" if self.windows else ""
-        return (
-            f"attention(B={self.batch} H={self.heads} Tq={self.tokens} Tk={self.tokens} D={self.dim} bf16 bias[{shape}]+grad{windows}{masked}) "
-            f"{self.model}"
-        )
+        return _described(self)
+
+
+@functools.cache
+def _described(shape: Shape) -> str:
+    """The description of the call, as `explain` gives it."""
+    made = torch.empty(shape.batch, shape.heads, shape.tokens, shape.dim, device=DEVICE, dtype=torch.bfloat16)
+    bias = torch.empty(shape.bias_shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    query = made.unflatten(0, (-1, shape.windows)) if shape.windows else made
+    options = (0.0, False, None, False, None, False, False, True, None, shape.mask())
+    return str(describe_attention(query, query, query, bias, *options))
 
 
 SHAPES = [
@@ -84,14 +89,14 @@ def run(writer: Writer, repeat_ms: int) -> None:
     for shape in SHAPES:
         roofs, found = _roofs(shape, bandwidth), {}
         for name, call in calls_of(shape).items():
-            notes: list[str] = []
+            notes = [shape.model]
             timings = timed(name, functools.partial(_made, shape, name, call, notes), repeat_ms)
             if timings is None:
                 continue
             found[name] = timings
             for direction, timing in timings.items():
                 row = Row(
-                    "shared_bias", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note="".join(notes)
+                    "shared_bias", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note=", ".join(notes)
                 )
                 writer.add(row)
             torch.cuda.empty_cache()
@@ -130,7 +135,7 @@ def _say(shape: Shape, found: dict[str, dict[str, Timing]], roofs: dict[str, flo
             if name in found
         ]
         parts.append(f"{direction} {ours[direction].p50:.3f} (roof {roofs[direction]:.3f}), {' auto '.join(gains)} of {best}")
-    print(f"{shape}: {', '.join(parts)}", flush=True)
+    print(f"{shape.model} {shape}: {', '.join(parts)}", flush=True)
 
 
 def _roofs(shape: Shape, bandwidth: float) -> dict[str, float]:

@@ -29,6 +29,7 @@ SMALL_SHAPES = (Shape(32, 32, 4, 1),) * 4
 FORMS = {
     "apart": Config(*SMALL_SHAPES, programs=64),
     "joined": Config(*SMALL_SHAPES, Joined(32, 32, 256, 4, 1), programs=16),
+    "turned": Config(*SMALL_SHAPES, turns=True),
     "held": Config(*SMALL_SHAPES, Joined(16, 32, 256, 4, 1, holds_bias=True)),
     "sections": Config(*SMALL_SHAPES, Joined(32, 16, 64, 4, 1), programs=64),
 }
@@ -302,6 +303,18 @@ def test_bad_masks_of_keys(mask, options, said):
 def test_explain_names_a_mask_of_keys():
     leaves, seen = masked()
     assert "bias[1x2x70x70]+grad key_mask" in saccade.explain(*leaves, key_mask=seen)
+
+
+@pytest.mark.parametrize("backend", ["shared_bias", "auto"])
+def test_a_compiled_call_with_a_mask_of_keys(backend):
+    leaves, seen = masked(tokens=20)
+
+    def loss(*given):
+        return saccade.attention(*given[:4], key_mask=given[4], backend=backend).square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for x, want in zip(*(torch.autograd.grad(f(*leaves, seen), leaves) for f in (compiled, loss)), strict=True):
+        assert torch.equal(x, want)
 
 
 # --- what it declines, and what `auto` takes

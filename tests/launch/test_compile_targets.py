@@ -395,7 +395,7 @@ def token_rows(arch: int) -> list[dict]:
 # Tq = Tk, D, dtype, shape of the bias, features, kernel of dQ and dbias
 SHARED_BIAS = [
     (384, 32, "bfloat16", (1, 4), (), "apart"), (384, 32, "bfloat16", (1, 4), ("mask",), "joined"), (300, 64, "float16", (2, 1), ("lengths", "dlse"), "apart"),
-    (256, 128, "bfloat16", (20, 4), ("grouped",), "apart"), (256, 64, "bfloat16", (1, 4), (), "held"), (130, 32, "float32", (1, 4), ("mask",), "apart"),
+    (256, 128, "bfloat16", (20, 4), ("grouped",), "apart"), (256, 64, "bfloat16", (1, 4), ("turned",), "held"), (130, 32, "float32", (1, 4), ("mask",), "apart"),
 ]  # fmt: skip
 
 
@@ -424,7 +424,7 @@ def shared_bias_rows(arch: int) -> list[dict]:
             make(*shared, tokens, tokens, dtype=getattr(torch, dtype)), make(20, dtype=torch.int32) if "lengths" in features else None,
             None, 0.0, False, dim**-0.5,
         )  # fmt: skip
-        config = config_of(dim, query.element_size(), arch)
+        config = replace(config_of(dim, query.element_size(), arch), turns="turned" in features)
         if form != "apart":
             config = replace(config, joined=Joined(64 if arch >= 90 else 32, 64, 384, 8, 2, form == "held"))
         launchers.forward(args, config)

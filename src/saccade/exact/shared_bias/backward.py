@@ -94,9 +94,10 @@ def keys_kernel(
     query, key, value, bias, lengths, visible, dout, numbers, dkey, dvalue, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     bias_strides, visible_stride, windows, heads, q_len, kv_len, head_dim, scale, step,
     GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_VISIBLE: tl.constexpr,
-    EVEN: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr, MASK_D: tl.constexpr, WIDE: tl.constexpr, WIDE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, COPIED: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr, MASK_D: tl.constexpr, WIDE: tl.constexpr, WIDE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys, over the queries of all heads of its group. EVEN: tiles hold no queries that do not exist.
+    """dK and dV of a tile of keys, over the queries of all heads of its group. EVEN: tiles hold no queries that do not exist. COPIED: the bias is a copy with
+    the queries of a key side by side, for whole tiles.
 
     Numbers of a key that the row does not see lie in rows of their own, which are cleared at the end.
     """
@@ -115,7 +116,9 @@ def keys_kernel(
             q = load_rows(rows, q_strides[2], start, q_len, head_dim, TILE_Q, BLOCK_D, not EVEN, MASK_D, WIDE)
             do = load_rows(grads, dout_strides[2], start, q_len, head_dim, TILE_Q, BLOCK_D, not EVEN, MASK_D, WIDE)
             shift, inverse, terms = load_numbers(numbers, b * heads + h, step, start, q_len, TILE_Q)
-            added = load_bias(pairs, bias_strides, start, first, q_len, kv_len, TILE_Q, TILE_K, not PADDED, True, UNIT, WIDE_BIAS)
+            added = load_bias(
+                pairs, bias_strides, start, first, q_len, kv_len, TILE_Q, TILE_K, not PADDED, True, UNIT, WIDE_BIAS, not COPIED
+            )
             # S^T = scale K Q^T + bias^T, P^T
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + added.to(tl.float32)
             weights = tl.exp2(scores * factor_of(inverse)[None, :] + shift[None, :])

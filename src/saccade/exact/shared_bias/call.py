@@ -86,6 +86,19 @@ class SharedBiasCall:
         visible = query if mask is None else _keys_of(mask, self.batch, self.kv_len)
         return Given(query, args.key, args.value, rows, query if lengths is None else lengths, visible)
 
+    @property
+    def turns(self) -> bool:
+        """Whether dK and dV read a copy of the bias."""
+        return self.config.turns and self.members >= _SHARING
+
+    def turned(self, given: Given) -> tuple[Tensor, tuple]:
+        """The copy, `[W, Hb, Tk, Tq or more]`, and in place of `numbers` those of its strides."""
+        rows = given.bias[:, : self.bias_owners, :, : self.kv_len]
+        copy = F.pad(rows.transpose(2, 3), (0, -self.q_len % WIDEST)).contiguous()
+        of_row, of_head, of_key, _ = copy.stride()
+        strides = of_row if self.windows > 1 else 0, of_head if self.bias_owners > 1 else 0, 1, of_key
+        return copy, (strides, *self.numbers[1:])
+
     def once(self, name: str, strides: tuple, make: Callable[[], Any]) -> Any:
         """The plan of a launch, worked out once. strides: of the tensors that may lie otherwise in another call of the signature."""
         found = self._remembered.get((name, strides))

@@ -49,6 +49,7 @@ class Config:
     """The shapes of a call. joined: None computes dQ (`queries`) and the gradient of the bias (`bias`) apart.
 
     programs: that a multiprocessor is given of the kernel that sums the gradient of the bias; they share the rows.
+    turns: whether dK and dV read a copy of a shared bias with the queries of a key side by side, as their scores lie.
     """
 
     forward: Shape
@@ -57,9 +58,11 @@ class Config:
     bias: Shape
     joined: Joined | None = None
     programs: int = 2
+    turns: bool = False
 
     def __str__(self) -> str:
-        return f"forward {self.forward}, dK and dV {self.keys}, dQ {self.queries}, dbias {self.joined or self.bias}"
+        turned = ", bias turned for dK and dV" if self.turns else ""
+        return f"forward {self.forward}, dK and dV {self.keys}, dQ {self.queries}, dbias {self.joined or self.bias}{turned}"
 
 
 # D up to -> shapes in 16 bits. Those of D = 32 and 64 are candidates of a search on one H100 whose table is not committed; the others were chosen by

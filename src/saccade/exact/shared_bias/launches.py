@@ -73,13 +73,18 @@ def rows(call: SharedBiasCall, given: Given, dout: Tensor, dlse: Tensor | None, 
 
 def keys(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor, dk: Tensor, dv: Tensor) -> None:
     """dK and dV."""
-    shape, strides = call.config.keys, _strides(dout, dk, dv)
+    shape, strides, beside = call.config.keys, _strides(dout, dk, dv), call.numbers
+    if call.turns:
+        copy, beside = call.turned(given)
+        given = given._replace(bias=copy)
 
     def plan() -> tuple[int, tuple]:
         used, even = (*call.inputs, *strides), call.q_len % shape.tile_q == 0
-        constants = (*_shape(call, shape), even, *call.last(used))
+        padded, unit, *last = call.last(used)
+        bias_constants = (False, 1) if call.turns else (padded, unit)
+        constants = (*_shape(call, shape), even, call.turns, *bias_constants, *last)
         counted = call.batch * call.owners * _tiles(call.kv_len, shape.tile_k)
-        return counted, (*used, *call.numbers, *_sizes(call), numbers.stride(0), *constants)
+        return counted, (*used, *beside, *_sizes(call), numbers.stride(0), *constants)
 
     tensors = (*given, dout, numbers, dk, dv)
     launch(keys_kernel, *_with(call.once("keys", strides, plan), tensors), **_options(shape))

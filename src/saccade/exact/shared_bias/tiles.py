@@ -68,13 +68,17 @@ def bias_of(bias, strides, b, h, windows):
 def load_bias(
     base, strides, first_query, first_key, q_len, kv_len,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    BOUNDED: tl.constexpr = True,
 ):  # fmt: skip
     """A tile of the bias in its own dtype, `[TILE_Q, TILE_K]`, or keys down if TURNED.
 
     Queries that do not exist read the last one that does: what is computed of them is never used. MASKED: keys may not exist, and read as 0. UNIT
-    divides the stride of queries, since the compiler looks for factors of 16 alone in an argument, and 8 are one load of 16 bytes.
+    divides the stride of queries, since the compiler looks for factors of 16 alone in an argument, and 8 are one load of 16 bytes. BOUNDED: False of a
+    copy that has rows for all queries of a tile.
     """
-    queries, keys = tl.minimum(tl.arange(0, TILE_Q), q_len - 1 - first_query), tl.arange(0, TILE_K)
+    queries, keys = tl.arange(0, TILE_Q), tl.arange(0, TILE_K)
+    if BOUNDED:
+        queries = tl.minimum(queries, q_len - 1 - first_query)
     exist = first_key + keys < kv_len
     of_query = strides[2] * UNIT
     if WIDE:
