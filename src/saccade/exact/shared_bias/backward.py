@@ -108,7 +108,7 @@ def keys_kernel(
     k = load_rows(base_of(key, k_strides, b, owner), k_strides[2], first, limit, head_dim, TILE_K, BLOCK_D, True, MASK_D, WIDE)
     v = load_rows(base_of(value, v_strides, b, owner), v_strides[2], first, limit, head_dim, TILE_K, BLOCK_D, True, MASK_D, WIDE)
     dk, dv = tl.zeros((TILE_K, BLOCK_D), tl.float32), tl.zeros((TILE_K, BLOCK_D), tl.float32)
-    for member in tl.static_range(GROUP):
+    for member in tl.range(0, GROUP, num_stages=1):
         h = owner * GROUP + member
         rows, grads = base_of(query, q_strides, b, h), base_of(dout, dout_strides, b, h)
         pairs = bias_of(bias, bias_strides, b, h, windows)
