@@ -36,7 +36,7 @@ FORMS = {
 
 
 def biased(case: Case) -> bool:
-    return case.bias is not None and case.dropout_p == 0 and case.head_dim <= 128
+    return case.bias is not None and case.head_dim <= 128
 
 
 @opted_out("exact/test_shared_bias.py::TestSharedBias")
@@ -46,7 +46,6 @@ class TestSharedBias(AttentionContract):
     backend = "shared_bias"
 
     def outputs(self, case: Case, inputs: Inputs, seed: int = 0) -> dict[str, torch.Tensor]:
-        # a case that is causal or drops has no such form
         assert not case.is_causal, case
         if inputs.bias is not None:
             return super().outputs(case, inputs, seed)
@@ -88,6 +87,8 @@ CASES = [
     Case("each-row", 2, 2, 2, 70, 90, 16, bias=(2, 2, 70, 90), lengths=True, lse_grad=True),
     Case("windows", 6, 2, 2, 70, 70, 16, bias=(2, 2, 70, 70), windows=2),
     Case("keys", 3, 2, 2, 70, 90, 16, bias=(3, 1, 1, 90)),
+    Case("dropout", 5, 2, 2, 70, 90, 16, bias=(1, 2, 70, 90), dropout_p=0.3, lse_grad=True),
+    Case("dropout-grouped-lengths", 3, 4, 2, 40, 70, 16, bias=(1, 1, 40, 70), dropout_p=0.2, lengths=True),
     Case("queries", 3, 2, 2, 70, 90, 16, bias=(2, 70, 1)),
 ]  # fmt: skip
 
@@ -325,7 +326,6 @@ def test_a_compiled_call_with_a_mask_of_keys(backend):
     [
         ({"mask": None, "mask_shape": None}, "takes a floating attn_mask, got none"),
         ({"mask": "bool"}, "takes a floating attn_mask, got a boolean one"),
-        ({"dropout_p": 0.1}, "has no dropout, got dropout_p = 0.1"),
         ({"head_dim": 136, "value_dim": 136}, "needs a head dim of 1 to 128, got 136"),
         ({"value_dim": 8}, "needs values as wide as keys, got D = 32 and Dv = 8"),
         ({"rank": 3}, r"needs tensors of rank 4, \[B, H, T, D\], got rank 3"),

@@ -394,7 +394,7 @@ def token_rows(arch: int) -> list[dict]:
 
 # Tq = Tk, D, dtype, shape of the bias, features, kernel of dQ and dbias
 SHARED_BIAS = [
-    (384, 32, "bfloat16", (1, 4), (), "apart"), (384, 32, "bfloat16", (1, 4), ("mask",), "joined"), (300, 64, "float16", (2, 1), ("lengths", "dlse"), "apart"),
+    (384, 32, "bfloat16", (1, 4), (), "apart"), (384, 32, "bfloat16", (1, 4), ("mask",), "joined"), (300, 64, "float16", (2, 1), ("lengths", "dlse", "dropout"), "apart"),
     (256, 128, "bfloat16", (20, 4), ("grouped",), "apart"), (256, 64, "bfloat16", (1, 4), ("turned",), "held"), (130, 32, "float32", (1, 4), ("mask",), "apart"),
 ]  # fmt: skip
 
@@ -422,7 +422,7 @@ def shared_bias_rows(arch: int) -> list[dict]:
         args = AttentionArgs(
             query, key, value, make(20, 1, 1, tokens, dtype=torch.bool) if "mask" in features else None,
             make(*shared, tokens, tokens, dtype=getattr(torch, dtype)), make(20, dtype=torch.int32) if "lengths" in features else None,
-            None, 0.0, False, dim**-0.5,
+            make(1, dtype=torch.int64) if "dropout" in features else None, 0.1 if "dropout" in features else 0.0, False, dim**-0.5,
         )  # fmt: skip
         config = replace(config_of(dim, query.element_size(), arch), turns="turned" in features)
         if form != "apart":

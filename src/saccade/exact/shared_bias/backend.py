@@ -29,8 +29,6 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append("takes a floating attn_mask, got " + ("a boolean one" if problem.mask == "bool" else "none"))
     if problem.rank != 4:
         reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
-    if problem.dropout_p > 0:
-        reasons.append(f"has no dropout, got dropout_p = {problem.dropout_p:g}")
     if not 1 <= problem.head_dim <= MAX_HEAD_DIM:
         reasons.append(f"needs a head dim of 1 to {MAX_HEAD_DIM}, got {problem.head_dim}")
     if problem.value_dim != problem.head_dim:
@@ -76,7 +74,7 @@ def _load() -> Launchers:
 SHARED_BIAS = Backend(
     name="shared_bias",
     operation="attention",
-    summary="a bias of any shape with its gradient, of any number of tokens; a mask of keys beside it; Triton, sm_80 and later",
+    summary="a bias of any shape with its gradient, of any number of tokens; a mask of keys beside it, dropout; Triton, sm_80 and later",
     why_not=_why_not,
     prefers=_prefers,
     launchers=_load,

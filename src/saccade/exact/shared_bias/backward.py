@@ -30,6 +30,7 @@ from saccade.exact.shared_bias.tiles import (
     score_gradients,
     seen_keys,
     store_rows,
+    survivors,
 )
 
 # of lse, beyond which float32 has lost too much of the logarithm of the sum
@@ -91,9 +92,10 @@ def rows_kernel(
 
 @triton.jit
 def keys_kernel(
-    query, key, value, bias, lengths, visible, dout, numbers, dkey, dvalue, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
-    bias_strides, visible_stride, windows, heads, q_len, kv_len, head_dim, scale, step,
+    query, key, value, bias, lengths, visible, seed, dout, numbers, dkey, dvalue, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+    bias_strides, visible_stride, windows, heads, q_len, kv_len, head_dim, scale, dropout_p, step,
     GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_VISIBLE: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     EVEN: tl.constexpr, COPIED: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr, MASK_D: tl.constexpr, WIDE: tl.constexpr, WIDE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys, over the queries of all heads of its group. EVEN: tiles hold no queries that do not exist. COPIED: the bias is a copy with
@@ -124,8 +126,13 @@ def keys_kernel(
             weights = tl.exp2(scores * factor_of(inverse)[None, :] + shift[None, :])
             share = tl.abs(inverse)[None, :]
             # dV += P^T dO, dP^T = V dO^T, dK += dS^T Q
-            dv = tl.dot((weights * share).to(do.dtype), do, dv, input_precision=PRECISION)
+            dropped = weights * share
             dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            if HAS_DROPOUT:
+                kept = tl.trans(survivors((seed, b * heads + h, dropout_p), start, first, kv_len, TILE_Q, TILE_K)) != 0
+                dropped = tl.where(kept, dropped / (1.0 - dropout_p), 0.0)
+                dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
+            dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
             dscores = weights * (dweights * share + terms[None, :])
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
     seen = seen_keys(visible, visible_stride, b, first, limit, TILE_K, HAS_VISIBLE)[:, None]
@@ -136,9 +143,10 @@ def keys_kernel(
 
 @triton.jit
 def queries_kernel(
-    query, key, value, bias, lengths, visible, dout, numbers, dquery, q_strides, k_strides, v_strides, dout_strides, dq_strides, bias_strides,
-    visible_stride, windows, heads, q_len, kv_len, head_dim, scale, step,
+    query, key, value, bias, lengths, visible, seed, dout, numbers, dquery, q_strides, k_strides, v_strides, dout_strides, dq_strides, bias_strides,
+    visible_stride, windows, heads, q_len, kv_len, head_dim, scale, dropout_p, step,
     GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_VISIBLE: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     PADDED: tl.constexpr, UNIT: tl.constexpr, MASK_D: tl.constexpr, WIDE: tl.constexpr, WIDE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries."""
@@ -154,20 +162,61 @@ def queries_kernel(
     )
     shift, inverse, terms = load_numbers(numbers, pair, step, first, q_len, TILE_Q)
     dq = tl.zeros((TILE_Q, BLOCK_D), tl.float32)
+    drop = (seed, pair, dropout_p)
     whole = limit // TILE_K * TILE_K
     for start in tl.range(0, whole, TILE_K):
         k = load_rows(keys, k_strides[2], start, limit, head_dim, TILE_K, BLOCK_D, False, MASK_D, WIDE)
         v = load_rows(values, v_strides[2], start, limit, head_dim, TILE_K, BLOCK_D, False, MASK_D, WIDE)
         added = load_bias(pairs, bias_strides, first, start, q_len, kv_len, TILE_Q, TILE_K, False, False, UNIT, WIDE_BIAS)
         seen = seen_keys(visible, visible_stride, b, start, limit, TILE_K, HAS_VISIBLE)
-        dscores = score_gradients(q, k, v, do, added, shift, inverse, terms, seen, scale, HAS_VISIBLE, PRECISION)
+        dscores = score_gradients(
+            q,
+            k,
+            v,
+            do,
+            added,
+            shift,
+            inverse,
+            terms,
+            seen,
+            scale,
+            drop,
+            first,
+            start,
+            kv_len,
+            TILE_Q,
+            TILE_K,
+            HAS_VISIBLE,
+            HAS_DROPOUT,
+            PRECISION,
+        )
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
     if whole < limit:
         k = load_rows(keys, k_strides[2], whole, limit, head_dim, TILE_K, BLOCK_D, True, MASK_D, WIDE)
         v = load_rows(values, v_strides[2], whole, limit, head_dim, TILE_K, BLOCK_D, True, MASK_D, WIDE)
         added = load_bias(pairs, bias_strides, first, whole, q_len, kv_len, TILE_Q, TILE_K, not PADDED, False, UNIT, WIDE_BIAS)
         seen = seen_keys(visible, visible_stride, b, whole, limit, TILE_K, HAS_VISIBLE)
-        dscores = score_gradients(q, k, v, do, added, shift, inverse, terms, seen, scale, True, PRECISION)
+        dscores = score_gradients(
+            q,
+            k,
+            v,
+            do,
+            added,
+            shift,
+            inverse,
+            terms,
+            seen,
+            scale,
+            drop,
+            first,
+            whole,
+            kv_len,
+            TILE_Q,
+            TILE_K,
+            True,
+            HAS_DROPOUT,
+            PRECISION,
+        )
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(
         base_of(dquery, dq_strides, b, h), dq_strides[2], first, q_len, head_dim, dq * scale, TILE_Q, BLOCK_D, MASK_D, WIDE

@@ -38,9 +38,9 @@ def _store_sum(dbias, matrix, first, first_key, q_len, kv_len, tile, TILE_Q: tl.
 
 @triton.jit
 def bias_kernel(
-    query, key, value, bias, lengths, visible, dout, numbers, dbias, q_strides, k_strides, v_strides, dout_strides, bias_strides, visible_stride,
-    windows, heads, owners, q_len, kv_len, head_dim, scale, step, members, chunk,
-    GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_VISIBLE: tl.constexpr,
+    query, key, value, bias, lengths, visible, seed, dout, numbers, dbias, q_strides, k_strides, v_strides, dout_strides, bias_strides, visible_stride,
+    windows, heads, owners, q_len, kv_len, head_dim, scale, dropout_p, step, members, chunk,
+    GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_VISIBLE: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     EVEN: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr, MASK_D: tl.constexpr, WIDE: tl.constexpr, WIDE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dbias, float32 `[Z, W, Hb, Tq, Tk]`, of a tile over a chunk of its members. EVEN: all queries and keys of a tile exist."""
@@ -54,6 +54,7 @@ def bias_kernel(
     for number in tl.range(z * chunk, tl.minimum(z * chunk + chunk, members)):
         b, h = _member(number, w, owner, windows, heads, owners)
         limit = length_of(lengths, b, kv_len, HAS_LENGTHS)
+        drop = (seed, b * heads + h, dropout_p)
         q = load_rows(
             base_of(query, q_strides, b, h), q_strides[2], first, q_len, head_dim, TILE_Q, BLOCK_D, not EVEN, MASK_D, WIDE
         )
@@ -68,16 +69,36 @@ def bias_kernel(
         )  # fmt: skip
         shift, inverse, terms = load_numbers(numbers, b * heads + h, step, first, q_len, TILE_Q)
         seen = seen_keys(visible, visible_stride, b, first_key, limit, TILE_K, HAS_VISIBLE)
-        found += score_gradients(q, k, v, do, added, shift, inverse, terms, seen, scale, HAS_VISIBLE or HAS_LENGTHS, PRECISION)
+        found += score_gradients(
+            q,
+            k,
+            v,
+            do,
+            added,
+            shift,
+            inverse,
+            terms,
+            seen,
+            scale,
+            drop,
+            first,
+            first_key,
+            kv_len,
+            TILE_Q,
+            TILE_K,
+            HAS_VISIBLE or HAS_LENGTHS,
+            HAS_DROPOUT,
+            PRECISION,
+        )
     _store_sum(dbias, matrix, first, first_key, q_len, kv_len, found, TILE_Q, TILE_K)
 
 
 @triton.jit
 def joined_kernel(
-    query, key, value, bias, lengths, visible, dout, numbers, dquery, dbias, q_strides, k_strides, v_strides, dout_strides, dq_strides,
-    section_stride, bias_strides, visible_stride, windows, heads, owners, q_len, kv_len, head_dim, scale, step, members, chunk, sections,
+    query, key, value, bias, lengths, visible, seed, dout, numbers, dquery, dbias, q_strides, k_strides, v_strides, dout_strides, dq_strides,
+    section_stride, bias_strides, visible_stride, windows, heads, owners, q_len, kv_len, head_dim, scale, dropout_p, step, members, chunk, sections,
     GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILES: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    HAS_VISIBLE: tl.constexpr, EVEN: tl.constexpr, HOLDS: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr, MASK_D: tl.constexpr, WIDE: tl.constexpr,
+    HAS_VISIBLE: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN: tl.constexpr, HOLDS: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr, MASK_D: tl.constexpr, WIDE: tl.constexpr,
     WIDE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dbias, float32 `[Z, W, Hb, Tq, Tk]`, of a tile of queries and a section of TILES tiles of keys over a chunk of its members, and dQ of all of
@@ -104,6 +125,7 @@ def joined_kernel(
     for number in tl.range(z * chunk, tl.minimum(z * chunk + chunk, members)):
         b, h = _member(number, w, owner, windows, heads, owners)
         limit = length_of(lengths, b, kv_len, HAS_LENGTHS)
+        drop = (seed, b * heads + h, dropout_p)
         keys, values = base_of(key, k_strides, b, h // GROUP), base_of(value, v_strides, b, h // GROUP)
         q = load_rows(base_of(query, q_strides, b, h), q_strides[2], first, q_len, head_dim, TILE_Q, BLOCK_D, True, MASK_D, WIDE)
         do = load_rows(
@@ -123,7 +145,27 @@ def joined_kernel(
                     pairs, bias_strides, first, start, q_len, kv_len, TILE_Q, TILE_K, not PADDED, False, UNIT, WIDE_BIAS
                 )
             seen = seen_keys(visible, visible_stride, b, start, limit, TILE_K, HAS_VISIBLE)
-            dscores = score_gradients(q, k, v, do, added, shift, inverse, terms, seen, scale, masked or HAS_VISIBLE, PRECISION)
+            dscores = score_gradients(
+                q,
+                k,
+                v,
+                do,
+                added,
+                shift,
+                inverse,
+                terms,
+                seen,
+                scale,
+                drop,
+                first,
+                start,
+                kv_len,
+                TILE_Q,
+                TILE_K,
+                masked or HAS_VISIBLE,
+                HAS_DROPOUT,
+                PRECISION,
+            )
             new_sums = new_sums + (sums[t] + dscores,)  # type: ignore[assignment]  # noqa: RUF005
             dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
         sums = new_sums

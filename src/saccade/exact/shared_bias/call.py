@@ -19,7 +19,7 @@ _SHARING = 4
 
 
 class Given(NamedTuple):
-    """The tensors of a call as kernels read them. The query stands in for lengths and visible keys that are not there, and is never read then."""
+    """The tensors of a call as kernels read them. The query stands in for those that are not there, and is never read then."""
 
     query: Tensor
     key: Tensor
@@ -27,6 +27,7 @@ class Given(NamedTuple):
     bias: Tensor
     lengths: Tensor
     visible: Tensor
+    seed: Tensor
 
 
 class SharedBiasCall:
@@ -40,10 +41,10 @@ class SharedBiasCall:
         self.group = self.heads // max(1, self.owners)  # of an empty call
         self.block_d = pow2(max(16, self.head_dim))
         self.config = config or config_of(self.block_d, query.element_size(), arch_of(query.device))
-        self.scale, self.bias_grad = args.scale, bias_grad
+        self.scale, self.dropout_p, self.bias_grad = args.scale, args.dropout_p, bias_grad
         self.precision = "ieee" if query.dtype == torch.float32 else "tf32"
         self.exact = query.dtype == torch.float32
-        self.has = args.lengths is not None, args.mask is not None
+        self.has = args.lengths is not None, args.mask is not None, args.seed is not None
         self.device, self.processors = query.device, multiprocessors(query.device)
         rows = self._rows_of(bias)
         # rows b, b + W, .. share a bias; heads too if there is one owner
@@ -84,7 +85,8 @@ class SharedBiasCall:
             columns = rows.shape[3]
         rows = rows.expand(self.windows, self.heads, self.q_len, columns)
         visible = query if mask is None else _keys_of(mask, self.batch, self.kv_len)
-        return Given(query, args.key, args.value, rows, query if lengths is None else lengths, visible)
+        seed = query if args.seed is None else args.seed
+        return Given(query, args.key, args.value, rows, query if lengths is None else lengths, visible, seed)
 
     @property
     def turns(self) -> bool:

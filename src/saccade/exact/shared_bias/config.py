@@ -80,7 +80,7 @@ TABLE_MMA = {
 }
 # computed without matrix units
 FLOAT32 = Config(*(Shape(32, 32, 4, 1),) * 4)
-FLOAT32_WIDE = Config(*(Shape(16, 16, 4, 1),) * 4)
+FLOAT32_WIDE = Config(*(Shape(16, 32, 4, 1),) * 4)
 
 _forced: list[Config] = []
 

@@ -26,6 +26,7 @@ from saccade.exact.shared_bias.tiles import (
     load_rows,
     seen_keys,
     store_rows,
+    survivors,
 )
 
 
@@ -62,8 +63,8 @@ def masked_scores(
 @triton.jit
 def _key_tile(
     q, acc, row_max, row_sum, key, key_stride, value, value_stride, bias, bias_strides, visible, visible_stride, b, first, start, q_len, kv_len,
-    limit, head_dim, scale,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, HAS_VISIBLE: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr,
+    limit, head_dim, scale, drop,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, HAS_VISIBLE: tl.constexpr, HAS_DROPOUT: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr,
     MASK_D: tl.constexpr, WIDE: tl.constexpr, WIDE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step over a tile of keys."""
@@ -72,6 +73,8 @@ def _key_tile(
         BLOCK_D, MASKED, HAS_VISIBLE, PADDED, UNIT, MASK_D, WIDE, WIDE_BIAS, PRECISION,
     )  # fmt: skip
     weights, row_max, row_sum, rescale = row_step(scores, row_max, row_sum)
+    if HAS_DROPOUT:
+        weights = tl.where(survivors(drop, first, start, kv_len, TILE_Q, TILE_K) != 0, weights / (1.0 - drop[2]), 0.0)
     v = load_rows(value, value_stride, start, limit, head_dim, TILE_K, BLOCK_D, MASKED, MASK_D, WIDE)
     # O = rescale O + P V
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -80,10 +83,10 @@ def _key_tile(
 
 @triton.jit
 def forward_kernel(
-    query, key, value, bias, lengths, visible, out, lse, q_strides, k_strides, v_strides, out_strides, bias_strides, visible_stride, windows,
-    heads, q_len, kv_len, head_dim, scale,
+    query, key, value, bias, lengths, visible, seed, out, lse, q_strides, k_strides, v_strides, out_strides, bias_strides, visible_stride, windows,
+    heads, q_len, kv_len, head_dim, scale, dropout_p,
     GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_VISIBLE: tl.constexpr,
-    PADDED: tl.constexpr, UNIT: tl.constexpr, MASK_D: tl.constexpr, WIDE: tl.constexpr, WIDE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr, MASK_D: tl.constexpr, WIDE: tl.constexpr, WIDE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of queries. Tiles of one head lie beside each other, and share its keys and values in L2."""
     tiles = tl.cdiv(q_len, TILE_Q)
@@ -96,16 +99,17 @@ def forward_kernel(
     acc = tl.zeros((TILE_Q, BLOCK_D), tl.float32)
     row_max = tl.full((TILE_Q,), float("-inf"), tl.float32)
     row_sum = tl.zeros((TILE_Q,), tl.float32)
+    drop = (seed, pair, dropout_p)
     whole = limit // TILE_K * TILE_K
     for start in tl.range(0, whole, TILE_K):
         acc, row_max, row_sum = _key_tile(
             q, acc, row_max, row_sum, keys, k_strides[2], values, v_strides[2], pairs, bias_strides, visible, visible_stride, b, first, start,
-            q_len, kv_len, limit, head_dim, scale, TILE_Q, TILE_K, BLOCK_D, False, HAS_VISIBLE, PADDED, UNIT, MASK_D, WIDE, WIDE_BIAS, PRECISION,
+            q_len, kv_len, limit, head_dim, scale, drop, TILE_Q, TILE_K, BLOCK_D, False, HAS_VISIBLE, HAS_DROPOUT, PADDED, UNIT, MASK_D, WIDE, WIDE_BIAS, PRECISION,
         )  # fmt: skip
     if whole < limit:
         acc, row_max, row_sum = _key_tile(
             q, acc, row_max, row_sum, keys, k_strides[2], values, v_strides[2], pairs, bias_strides, visible, visible_stride, b, first, whole,
-            q_len, kv_len, limit, head_dim, scale, TILE_Q, TILE_K, BLOCK_D, True, HAS_VISIBLE, PADDED, UNIT, MASK_D, WIDE, WIDE_BIAS, PRECISION,
+            q_len, kv_len, limit, head_dim, scale, drop, TILE_Q, TILE_K, BLOCK_D, True, HAS_VISIBLE, HAS_DROPOUT, PADDED, UNIT, MASK_D, WIDE, WIDE_BIAS, PRECISION,
         )  # fmt: skip
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
     store_rows(

@@ -24,7 +24,7 @@ def _options(shape: Shape | Joined) -> dict[str, Any]:
 
 
 def _sizes(call: SharedBiasCall) -> tuple:
-    return call.q_len, call.kv_len, call.head_dim, call.scale
+    return call.q_len, call.kv_len, call.head_dim, call.scale, call.dropout_p
 
 
 def _strides(*tensors: Tensor) -> tuple:
@@ -61,12 +61,12 @@ def rows(call: SharedBiasCall, given: Given, dout: Tensor, dlse: Tensor | None, 
 
     def plan() -> tuple[int, tuple]:
         read = (*call.inputs[:2], *strides)
-        constants = (*_shape(call, shape), dlse is not None, call.exact, *call.last(read))
+        constants = (*_shape(call, shape)[:-1], dlse is not None, call.exact, *call.last(read))
         counted = call.batch * call.heads * _tiles(call.q_len, shape.tile_q)
-        return counted, (*read, *call.numbers, *_sizes(call), numbers.stride(0), *constants)
+        return counted, (*read, *call.numbers, *_sizes(call)[:-1], numbers.stride(0), *constants)
 
     found = call.once("rows" if dlse is None else "rows with dlse", strides, plan)
-    tensors = (given.query, given.key, *given[3:], dout, out, lse, lse if dlse is None else dlse.contiguous(), numbers)
+    tensors = (given.query, given.key, *given[3:6], dout, out, lse, lse if dlse is None else dlse.contiguous(), numbers)
     launch(rows_kernel, *_with(found, tensors), **_options(shape))
     return numbers
 

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from saccade.launch import constants
+from saccade.launch.survivors import of_four_keys
 
 LOG2E = tl.constexpr(constants.LOG2E)
 LN2 = tl.constexpr(constants.LN2)
@@ -121,8 +122,22 @@ def factor_of(inverse):
 
 
 @triton.jit
+def survivors(drop, first_query, first_key, kv_len, TILE_Q: tl.constexpr, TILE_K: tl.constexpr):
+    """The weights of a tile that survive dropout, int8 `[TILE_Q, TILE_K]`: the draw of `saccade.engine.philox`. drop: (seed, number of the row and
+    head, probability). One Philox call yields the words of four adjacent keys; first_key is a multiple of 4."""
+    seed, problem, dropout_p = drop
+    groups = first_key // 4 + tl.arange(0, TILE_K // 4)
+    queries = first_query + tl.arange(0, TILE_Q)
+    counter = (queries[:, None] * ((kv_len + 3) // 4) + groups[None, :]).to(tl.uint32)
+    zero = counter * 0
+    words = tl.philox(tl.load(seed), counter, zero + problem.to(tl.uint32), zero, zero)
+    return tl.reshape(of_four_keys(words, dropout_p, TILE_K), (TILE_Q, TILE_K))
+
+
+@triton.jit
 def score_gradients(
-    q, k, v, do, bias, shift, inverse, terms, seen, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, bias, shift, inverse, terms, seen, scale, drop, first_query, first_key, kv_len,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, MASKED: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dS of a tile of queries and one of keys, float32 `[queries, keys]`.
 
@@ -133,6 +148,9 @@ def score_gradients(
     if MASKED:
         weights = tl.where(seen[None, :], weights, 0.0)
     dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    if HAS_DROPOUT:
+        kept = survivors(drop, first_query, first_key, kv_len, TILE_Q, TILE_K)
+        dweights = tl.where(kept != 0, dweights / (1.0 - drop[2]), 0.0)
     return weights * (dweights * tl.abs(inverse)[:, None] + terms[:, None])
 
 
