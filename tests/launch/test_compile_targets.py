@@ -426,7 +426,9 @@ def shared_bias_rows(arch: int) -> list[dict]:
         )  # fmt: skip
         config = replace(config_of(dim, query.element_size(), arch), turns="turned" in features)
         if form != "apart":
-            config = replace(config, joined=Joined(64 if arch >= 90 else 32, 64, 384, 8, 2, form == "held"))
+            config = replace(
+                config, joined=Joined(64 if arch >= 90 else 32, 64, 128 if form == "held" else 384, 8, 2, form == "held")
+            )
         launchers.forward(args, config)
         launchers.backward(args, dout, lse if "dlse" in features else None, out, lse, bias_grad=True, packed=None, config=config)
         name = "shared bias-float32" if dtype == "float32" else "shared bias features" if features else "shared bias"
@@ -508,7 +510,7 @@ def test_kernels_fit_their_architecture(compiled):
         "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
         "count_kernel", "place_kernel", "forward_tile_kernel", "forward_long_kernel", "backward_tile_kernel", "delta_kernel",
         "backward_keys_kernel", "backward_queries_kernel", "clear_kernel", "weights_kernel", "backward_bias_kernel", "bounds_kernel", "survivors_kernel", "forward_tokens_kernel",
-        "backward_tokens_kernel", "rank_kernel", "copy_kernel",
+        "backward_tokens_kernel", "rank_kernel", "copy_kernel", "forward_kernel", "rows_kernel", "keys_kernel", "queries_kernel", "bias_kernel", "joined_kernel",
         "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
     assert {r["kernel"] for r in rows} == kernels
