@@ -427,7 +427,15 @@ def shared_bias_rows(arch: int) -> list[dict]:
         config = replace(config_of(dim, query.element_size(), arch), turns="turned" in features)
         if form != "apart":
             config = replace(
-                config, joined=Joined(64 if arch >= 90 else 32, 64, 128 if form == "held" else 384, 8, 2, form == "held")
+                config,
+                joined=Joined(
+                    32 if arch in (80, 120) else 64,
+                    64,
+                    128 if form == "held" else 384,
+                    8,
+                    1 if arch == 120 else 2,
+                    form == "held",
+                ),
             )
         launchers.forward(args, config)
         launchers.backward(args, dout, lse if "dlse" in features else None, out, lse, bias_grad=True, packed=None, config=config)
