@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import inspect
 import re
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,13 +53,6 @@ def test_no_catch_all_and_a_docstring_for_each(function):
     parameters = inspect.signature(function).parameters.values()
     assert not [p for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     assert len(function.__doc__) > 60
-
-
-def test_docstring_of_attention_covers_every_argument():
-    for name in inspect.signature(saccade.attention).parameters:
-        if name != "enable_gqa":
-            assert re.search(rf"^\s+[\w, ]*\b{name}\b[\w, ]*:", saccade.attention.__doc__, re.MULTILINE), name
-    assert "enable_gqa" in saccade.attention.__doc__
 
 
 def test_takes_torch_s_place():
@@ -133,3 +131,72 @@ print("fine")
 def test_import_is_lazy():
     done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "fine", done.stderr[-2000:]
+
+
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
+SHOWN = re.compile(r"^::: (\S+)\n(?: +.*\n)*? +members: \[([^\]]+)\]|^::: (\S+)$", re.MULTILINE)
+
+
+def resolved(path: str) -> Any:
+    """The object behind a dotted name; a lazily imported module on the way is imported."""
+    found: Any = saccade
+    for i, name in enumerate(path.split(".")[1:], 2):
+        found = getattr(found, name, None) or importlib.import_module(".".join(path.split(".")[:i]))
+    return found
+
+
+def documented() -> Iterator[tuple[str, Any]]:
+    """Every function, class and method that the API reference shows."""
+    for page in sorted(REFERENCE.glob("*.md")):
+        for whole, members, alone in SHOWN.findall(page.read_text(encoding="utf-8")):
+            found = resolved(whole or alone)
+            names = members.split(", ") if members else [n for n in vars(found) if not n.startswith("_")]
+            if not isinstance(found, types.ModuleType):
+                yield whole or alone, found
+                if not inspect.isclass(found):
+                    continue
+            yield from members_of(whole or alone, found, names)
+
+
+def members_of(path: str, whole: Any, names: list[str]) -> Iterator[tuple[str, Any]]:
+    """Its functions and classes; of a module those that are written in it, if the page names no others."""
+    for name in names:
+        found = vars(whole)[name]
+        elsewhere = isinstance(whole, types.ModuleType) and not str(getattr(found, "__module__", "")).startswith(whole.__name__)
+        if inspect.isfunction(found) and not elsewhere:
+            yield f"{path}.{name}", found
+        elif inspect.isclass(found) and not elsewhere and not issubclass(found, Exception):
+            yield f"{path}.{name}", found
+            yield from members_of(f"{path}.{name}", found, [n for n in vars(found) if not n.startswith("_")])
+
+
+EVERY = dict(documented())
+ROW = re.compile(r"^(\*{0,2}\w+(?:, *\*{0,2}\w+)*)(?: \([^)]*\))?:", re.MULTILINE)
+HIDDEN = re.compile(r"(?<=[.:;] )`?(\w+)`?: ")
+
+
+def rows_of(docstring: str, section: str) -> dict[str, str]:
+    """Each row of a section of a docstring: what stands before its colon, and its words."""
+    found = re.search(rf"^{section}:\n((?:    .*\n|\n)*)", inspect.cleandoc(docstring) + "\n", re.MULTILINE)
+    text = inspect.cleandoc("\n" + found[1]) if found else ""
+    parts = ROW.split(text)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.parametrize("path", EVERY)
+def test_every_parameter_of_a_public_function_has_a_row_of_its_own(path):
+    thing = EVERY[path]
+    docstring = thing.__doc__ or ""
+    if inspect.isclass(thing) and not dataclasses.is_dataclass(thing):
+        docstring += "\n\n" + (thing.__init__.__doc__ or "")
+    rows = rows_of(docstring, "Args")
+    if dataclasses.is_dataclass(thing):
+        assert not rows, "a data class has `Attributes:`"
+        names, rows = [f.name for f in dataclasses.fields(thing)], rows_of(docstring, "Attributes")
+    else:
+        names = [n for n in inspect.signature(thing).parameters if n != "self"]
+    assert not [row for row in rows if "," in row]
+    hidden = {row: [n for n in HIDDEN.findall(words) if n in names] for row, words in rows.items()}
+    assert not {row: found for row, found in hidden.items() if found}
+    if rows or (inspect.isfunction(thing) and len(names) > 4):
+        assert [row.lstrip("*") for row in rows] == names

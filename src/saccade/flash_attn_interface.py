@@ -48,9 +48,29 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     s_aux: Tensor | None = None,
 ) -> Any:
-    """`saccade.attention_varlen` for q `[Tq, H, D]`, k and v `[Tk, Hkv, D]`, where Hkv may divide H; out `[Tq, H, D]`.
+    """`saccade.attention_varlen` in the layout of flash-attn.
 
-    With return_attn_probs `(out, lse, None)`, lse float32 `[H, Tq]`.
+    Args:
+        q: `[Tq, H, D]`.
+        k: `[Tk, Hkv, D]`; Hkv may divide H.
+        v: `[Tk, Hkv, D]`.
+        cu_seqlens_q: int32 `[B + 1]`, 0, then the end of each sequence of q.
+        cu_seqlens_k: the same for k and v.
+        max_seqlen_q: at least the longest sequence of q.
+        max_seqlen_k: at least the longest sequence of k and v.
+        dropout_p: probability of dropping a weight.
+        softmax_scale: factor on the scores, `1/sqrt(D)` by default.
+        causal: a query sees keys up to its own position, aligned with the last key.
+        window_size: `(left, right)`, keys that a query sees on each side; -1 for no limit.
+        softcap: must be 0.0.
+        alibi_slopes: must be None.
+        deterministic: gradients are the same bits every run.
+        return_attn_probs: also return lse, as `(out, lse, None)`.
+        block_table: must be None.
+        s_aux: must be None.
+
+    Returns:
+        out `[Tq, H, D]`, or `(out, lse, None)` with lse float32 `[H, Tq]`.
     """
     _refuse(softcap, alibi_slopes, block_table, s_aux)
     causal, window = check_flag("causal", causal), _window(window_size)
@@ -77,7 +97,24 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`saccade.attention_varlen_qkvpacked` for qkv `[T, 3, H, D]`; out `[T, H, D]`, and with return_attn_probs as above."""
+    """`saccade.attention_varlen_qkvpacked` with the argument order of flash-attn.
+
+    Args:
+        qkv: `[T, 3, H, D]`.
+        cu_seqlens: int32 `[B + 1]`, 0, then the end of each sequence.
+        max_seqlen: at least the longest sequence.
+        dropout_p: as in `flash_attn_varlen_func`.
+        softmax_scale: as in `flash_attn_varlen_func`.
+        causal: as in `flash_attn_varlen_func`.
+        window_size: as in `flash_attn_varlen_func`.
+        softcap: as in `flash_attn_varlen_func`.
+        alibi_slopes: as in `flash_attn_varlen_func`.
+        deterministic: as in `flash_attn_varlen_func`.
+        return_attn_probs: as in `flash_attn_varlen_func`.
+
+    Returns:
+        out `[T, H, D]`, or `(out, lse, None)` with lse float32 `[H, T]`.
+    """
     _refuse(softcap=softcap, alibi_slopes=alibi_slopes)
     _check_shape("qkv", qkv, ("T", 3, "H", "D"))
     causal, window = check_flag("causal", causal), _window(window_size)
@@ -106,9 +143,24 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     s_aux: Tensor | None = None,
 ) -> Any:
-    """`saccade.attention` for q `[B, Tq, H, D]`, k and v `[B, Tk, Hkv, D]`, where Hkv may divide H; out `[B, Tq, H, D]`.
+    """`saccade.attention` in the layout of flash-attn. If Tq differs from Tk, a causal mask and a window take a mask `[Tq, Tk]`.
 
-    With return_attn_probs `(out, lse, None)`, lse float32 `[B, H, Tq]`. If Tq differs from Tk, a causal mask and a window take a mask `[Tq, Tk]`.
+    Args:
+        q: `[B, Tq, H, D]`.
+        k: `[B, Tk, Hkv, D]`; Hkv may divide H.
+        v: `[B, Tk, Hkv, D]`.
+        dropout_p: as in `flash_attn_varlen_func`.
+        softmax_scale: as in `flash_attn_varlen_func`.
+        causal: as in `flash_attn_varlen_func`.
+        window_size: as in `flash_attn_varlen_func`.
+        softcap: as in `flash_attn_varlen_func`.
+        alibi_slopes: as in `flash_attn_varlen_func`.
+        deterministic: as in `flash_attn_varlen_func`.
+        return_attn_probs: as in `flash_attn_varlen_func`.
+        s_aux: must be None.
+
+    Returns:
+        out `[B, Tq, H, D]`, or `(out, lse, None)` with lse float32 `[B, H, Tq]`.
     """
     _refuse(softcap, alibi_slopes, s_aux=s_aux)
     causal, window = check_flag("causal", causal), _window(window_size)
@@ -141,7 +193,22 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` for qkv `[B, S, 3, H, D]`; out `[B, S, H, D]`."""
+    """`flash_attn_func` from one packed projection.
+
+    Args:
+        qkv: `[B, S, 3, H, D]`.
+        dropout_p: as in `flash_attn_varlen_func`.
+        softmax_scale: as in `flash_attn_varlen_func`.
+        causal: as in `flash_attn_varlen_func`.
+        window_size: as in `flash_attn_varlen_func`.
+        softcap: as in `flash_attn_varlen_func`.
+        alibi_slopes: as in `flash_attn_varlen_func`.
+        deterministic: as in `flash_attn_varlen_func`.
+        return_attn_probs: as in `flash_attn_varlen_func`.
+
+    Returns:
+        out `[B, S, H, D]`, or `(out, lse, None)` with lse float32 `[B, H, S]`.
+    """
     _check_shape("qkv", qkv, ("B", "S", 3, "H", "D"))
     query, key, value = qkv.unbind(2)
     return flash_attn_func(

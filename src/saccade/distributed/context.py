@@ -110,8 +110,10 @@ def dynamic_mask_attention(
     are therefore contiguous; there is no zigzag order, which dense causal attention needs for balance.
 
     Args:
-        query: `[B, H, n, D]`; n may differ from rank to rank, and be 0. key, value: `[B, Hkv, n, D]`; key_scores: `[B, Hkv, n]`; all
-            of this rank's stretch.
+        query: `[B, H, n, D]` of this rank's stretch; n may differ from rank to rank, and be 0.
+        key: `[B, Hkv, n, D]` of this rank's stretch.
+        value: `[B, Hkv, n, D]` of this rank's stretch.
+        key_scores: `[B, Hkv, n]` of this rank's stretch.
         keep: keys that each query keeps.
         group: the process group, or a device mesh of one dimension; None for the default group. In a group of one this is
             `saccade.dynamic_mask_attention`.
@@ -119,9 +121,15 @@ def dynamic_mask_attention(
             ranks. Padding is a document of its own.
         cu_seqlens: refused, as a rank does not know at which token of the sequence its stretch begins before the ranks exchange it; give
             `document_ids`.
-        sinks, window: as in `saccade.dynamic_mask_attention`, along the whole sequence: the first keys of a document and the newest
-            keys are kept besides, wherever they lie. A rank then offers `keep + sinks + window - 1` keys (no `- 1` without a window).
-        add_scores, scale, enable_gqa, return_lse, backend: as in `saccade.dynamic_mask_attention`.
+        sinks: as in `saccade.dynamic_mask_attention`, along the whole sequence: the first keys of a document are kept besides,
+            wherever they lie.
+        window: as in `saccade.dynamic_mask_attention`, along the whole sequence. With sinks or a window a rank offers
+            `keep + sinks + window - 1` keys (no `- 1` without a window).
+        add_scores: as in `saccade.dynamic_mask_attention`.
+        scale: as in `saccade.dynamic_mask_attention`.
+        enable_gqa: as in `saccade.dynamic_mask_attention`.
+        return_lse: as in `saccade.dynamic_mask_attention`.
+        backend: as in `saccade.dynamic_mask_attention`.
 
     Returns:
         out `[B, H, n, D]` of this rank's queries, or `(out, lse)`.

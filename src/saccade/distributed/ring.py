@@ -36,9 +36,12 @@ def attention(
     `saccade.distributed.dynamic_mask_attention` exchanges those alone.
 
     Args:
-        query, key, value: `[B, H, n, D]` of this rank, bf16 or fp16 on a CUDA device, n the same on every rank. With `is_causal` the
-            parts are those of `head_tail`, torch's order, in which every rank has the same share of the causal triangle.
+        query: `[B, H, n, D]` of this rank, bf16 or fp16 on a CUDA device, n the same on every rank.
+        key: of the same shape.
+        value: of the same shape.
         group: as in `dynamic_mask_attention`. In a group of one this is `saccade.attention`.
+        is_causal: a query sees keys up to its own position. The parts are then those of `head_tail`, torch's order, in which every
+            rank has the same share of the causal triangle.
         scale: factor on the scores, `1/sqrt(D)` by default.
 
     Returns:
@@ -72,7 +75,8 @@ def head_tail(tensor: Tensor, dim: int, group: Any = None) -> Tensor:
     """This rank's part of a whole tensor in the order that `attention` expects: chunks r and 2 P - 1 - r of 2 P equal chunks.
 
     Args:
-        tensor: the whole tensor, the same on every rank. dim: that of the sequence.
+        tensor: the whole tensor, the same on every rank.
+        dim: the dim of the sequence.
         group: as in `attention`.
 
     Returns:

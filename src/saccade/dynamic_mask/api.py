@@ -111,8 +111,9 @@ def dynamic_mask_attention(
     sliding window. Gradients are those of dense attention restricted to the kept keys; a key that no query keeps gets exactly 0.
 
     Args:
-        query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`; with `enable_gqa=True` (grouped-query attention) `Hkv` may be a
-            divisor of `H`. DTensors may be sharded by batch or heads; for a sharded sequence see `saccade.distributed`.
+        query: `[B, H, Tq, D]`. DTensors may be sharded by batch or heads; for a sharded sequence see `saccade.distributed`.
+        key: `[B, Hkv, Tk, D]`.
+        value: `[B, Hkv, Tk, D]`.
         key_scores: `[B, Hkv, Tk]`, floating and finite (the check waits for the device); added to the scores unless
             `add_scores=False`, with which it only ranks the keys.
         keep: keys that each query keeps, at least 1.
@@ -124,10 +125,13 @@ def dynamic_mask_attention(
         cu_seqlens: int32 or int64 `[N + 1]`, from 0 to Tk without decreasing, in place of `document_ids` for B = 1: document n holds the
             tokens `cu_seqlens[n]` to `cu_seqlens[n + 1] - 1`.
         sinks: the first keys of each document (of the row, without documents) that every later query keeps besides, whatever
-            their scores. window: keys that a query keeps besides because they are the newest: itself and the `window - 1` before
-            it (causal calls alone). Neither changes which keys are the `keep` best: a query keeps the union, at most
+            their scores. Neither sinks nor a window change which keys are the `keep` best: a query keeps the union, at most
             `keep + sinks + window` keys.
+        window: keys that a query keeps besides because they are the newest: itself and the `window - 1` before it (causal calls
+            alone).
+        add_scores: whether `key_scores` are added to the scores, or only rank the keys.
         scale: factor on `Q K^T`, `1/sqrt(D)` by default.
+        enable_gqa: grouped-query attention: `Hkv` may be a divisor of `H`; otherwise it is `H`.
         return_lse: also return the natural log-sum-exp, float32 `[B, H, Tq]` (differentiable).
         backend: "auto", "gather", "gather_cpp", "gather_torch" or "reference".
 
@@ -257,8 +261,13 @@ def expiry(
     The result is that of `dynamic_mask_attention`; FlexAttention skips only whole blocks, so it gains little from scattered keys.
 
     Args:
-        key_scores: `[B, Hkv, Tk]`, floating and finite. keep: keys that each position keeps. lengths, document_ids,
-            cu_seqlens, sinks, window: as in `dynamic_mask_attention`.
+        key_scores: `[B, Hkv, Tk]`, floating and finite.
+        keep: keys that each position keeps.
+        lengths: as in `dynamic_mask_attention`.
+        document_ids: as in `dynamic_mask_attention`.
+        cu_seqlens: as in `dynamic_mask_attention`.
+        sinks: as in `dynamic_mask_attention`.
+        window: as in `dynamic_mask_attention`.
 
     Returns:
         int32 `[B, Hkv, Tk]`, `j <= expiry_j <= Tk`; `expiry_j = j` for a key that no query keeps.

@@ -116,7 +116,8 @@ def attention(
             batch or heads. Windows of images, `[images, W, H, Tq, D]`, are batch rows of their own where `attn_mask` has a bias
             for each of the W windows. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch;
             differing batches, ranks and numbers of heads are broadcast as in torch.
-        key, value: `[B, Hkv, Tk, D]`. With `enable_gqa=True` (grouped-query attention) `Hkv` may be a divisor of `H`.
+        key: `[B, Hkv, Tk, D]`.
+        value: `[B, Hkv, Tk, D]`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
             `[B, H, Tq, Tk]`; or a causal bias of `torch.nn.attention.bias`. Of windows a floating `[W, H, Tq, Tk]` (H, Tq and Tk may be 1) is read where it lies, and its
             gradient is summed over the images. Excludes `is_causal`. As in torch, a NaN in a masked key may reach the output;
@@ -125,6 +126,7 @@ def attention(
             device, so dropout follows `torch.manual_seed`. As in torch, it is applied whenever it is above 0.
         is_causal: key j is visible to query i if j <= i (upper-left, as torch).
         scale: factor on the scores, `1/sqrt(D)` by default.
+        enable_gqa: grouped-query attention: `Hkv` may be a divisor of `H`; otherwise it is `H`.
         lengths: int32 or int64 `[B]`, number of real keys of each batch row. Keys beyond it are invisible and may hold anything,
             NaN included. The values are checked, which waits for the device once for each tensor.
         window: `(left, right)`: query i sees the keys i - left to i + right; None for no limit on a side. Both are counted from the first token, as
@@ -298,7 +300,14 @@ def attention_qkvpacked(
     Args:
         qkv: `[B, S, 3, H, D]`, as a linear layer of width `3 * H * D` produces it, with a contiguous last dim; a DTensor may be
             sharded by batch or heads.
-        attn_mask, dropout_p, is_causal, scale, lengths, window, return_lse, backend: as in `attention`, with Tq = Tk = S.
+        attn_mask: as in `attention`, with Tq = Tk = S.
+        dropout_p: as in `attention`.
+        is_causal: as in `attention`.
+        scale: as in `attention`.
+        lengths: as in `attention`.
+        window: as in `attention`.
+        return_lse: as in `attention`.
+        backend: as in `attention`.
 
     Returns:
         out `[B, S, H, D]`, ready for the output projection, or `(out, lse)` with lse float32 `[B, H, S]`.

@@ -30,9 +30,21 @@ def explain(
     """Say which backend and configuration `attention` would use for these arguments, and why it would not use each of the
     others.
 
+    Only metadata of the tensors is read, and nothing is computed.
+
     Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, window, key_mask, return_lse: as in `attention`. Only their
-            metadata is read, and nothing is computed.
+        query: as in `attention`.
+        key: as in `attention`.
+        value: as in `attention`.
+        attn_mask: as in `attention`.
+        dropout_p: as in `attention`.
+        is_causal: as in `attention`.
+        scale: as in `attention`.
+        enable_gqa: as in `attention`.
+        lengths: as in `attention`.
+        window: as in `attention`.
+        key_mask: as in `attention`.
+        return_lse: as in `attention`.
 
     Returns:
         the call in one line, then a line for each backend in the order in which `auto` tries them; an arrow marks the one that runs.

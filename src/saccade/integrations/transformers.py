@@ -78,13 +78,14 @@ def register(name: str = "saccade", *, backend: str = "auto") -> Registration:
 def register_nm_sparse(
     name: str = "saccade_nm", *, pattern: str = "2:4", dense_first: int = 0, dense_recent: int = 0, backend: str = "auto"
 ) -> Registration:
-    """Make `attn_implementation=name` run `saccade.nm_sparse_attention`, which keeps N of every M keys. A pretrained model needs no retraining;
-    its results are close, but not equal. Safe to call again.
+    """Make `attn_implementation=name` run `saccade.nm_sparse_attention`: results of a pretrained model are close. Safe to call again.
 
     Args:
         name: as in `register`; register several for several patterns.
-        pattern, dense_first, dense_recent, backend: as in `saccade.nm_sparse_attention`. `dense_recent` is for layers that are given as
-            many queries as keys; others, such as those of a decoding step with a cache, raise `UnsupportedProblem`.
+        pattern: as in `saccade.nm_sparse_attention`.
+        dense_first: as in `saccade.nm_sparse_attention`.
+        dense_recent: as there; a layer that is given fewer queries than keys, as in decoding with a cache, raises `UnsupportedProblem`.
+        backend: as in `saccade.nm_sparse_attention`.
 
     Returns:
         a handle, as `register`.
@@ -207,8 +208,7 @@ def attention_forward(
     Args:
         module: the layer. If the argument is_causal is None, its `is_causal` is used, or that of its config, or `is_decoder`.
         query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`, Hkv a divisor of H.
-        attention_mask: 4-D bool (True = attend) or floating (added to the scores), or 2-D `[B, Tk]` key padding, beside which a causal layer
-            stays causal.
+        attention_mask: 4-D bool (True = attend) or floating (added to the scores), or 2-D `[B, Tk]` key padding; a causal layer stays causal.
         position_bias: added to the scaled scores, broadcastable to `[B, H, Tq, Tk]`, with gradient.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of the sequences packed into the only row of a batch, as
             `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives them. A causal mask is then aligned with the last key of each

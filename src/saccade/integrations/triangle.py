@@ -29,7 +29,8 @@ def triangle_attention(
 
     Args:
         q: `[B, N, H, Q, D]`; for B = 1 also `[N, H, Q, D]`, and then the others have one dim less, too.
-        k, v: `[B, N, H, K, D]`.
+        k: `[B, N, H, K, D]`.
+        v: `[B, N, H, K, D]`.
         bias: `[B, 1, H, Q, K]`, floating, in any dtype; its gradient is summed over the N rows in a fixed order.
         mask: `[B, N, 1, 1, K]`, True or not 0 where a key of the row is visible.
         scale: factor on the products, `1/sqrt(D)` by default.

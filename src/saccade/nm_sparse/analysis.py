@@ -29,7 +29,11 @@ from saccade.nm_sparse.reference import select
 def kept_by_pattern(scores: Tensor, pattern: str, dense_first: int = 0, dense_recent: int = 0) -> Tensor:
     """The `scores [.., Tk]` (-inf if invisible) that an N:M pattern keeps, bool; the rule of `nm_sparse_attention`.
 
-    dense_first, dense_recent: as in `nm_sparse_attention`; with one of them scores are `[.., Tq, Tk]`, of the queries from 0 on.
+    Args:
+        scores: `[.., Tk]`, or `[.., Tq, Tk]` of the queries from 0 on, which `dense_first` and `dense_recent` need.
+        pattern: "N:M".
+        dense_first: as in `nm_sparse_attention`.
+        dense_recent: as in `nm_sparse_attention`.
     """
     _check_scores(scores)
     keep, group = parse_pattern(pattern)
@@ -59,7 +63,8 @@ def quality(scores: Tensor, kept: Tensor, p: float = 1.0) -> Tensor:
 
     Args:
         scores: `[.., Tq, Tk]`, -inf where invisible; rows without a visible key are skipped.
-        kept: bool, the same shape. p: a larger p gives large weights more influence.
+        kept: bool, the same shape.
+        p: a larger p gives large weights more influence.
 
     Returns:
         float64 `[..]`.

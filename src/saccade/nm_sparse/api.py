@@ -112,10 +112,16 @@ def nm_sparse_attention(
     key i, and one group more if not, of which a causal call sees the keys up to i. Keys that a mask hides stay hidden.
 
     Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, with tensors of rank 4 (or
-            DTensors sharded by batch or heads). A bias is added before pruning; dropout is applied after the softmax. The
-            gradient of a bias is summed, in one order, over the axes that it broadcasts, and takes no memory but its own; a bias whose
-            rows do not begin at multiples of 16 bytes is copied, forward and backward, along the axes in which it differs.
+        query: as in `attention`, of rank 4 (or a DTensor sharded by batch or heads), as key and value.
+        key: as in `attention`.
+        value: as in `attention`.
+        attn_mask: as in `attention`. A bias is added before pruning. The gradient of a bias is summed, in one order, over the axes that it
+            broadcasts, and takes no memory but its own; a bias whose rows do not begin at multiples of 16 bytes is copied, forward
+            and backward, along the axes in which it differs.
+        dropout_p: as in `attention`, applied after the softmax.
+        is_causal: as in `attention`.
+        scale: as in `attention`.
+        enable_gqa: as in `attention`.
         pattern: "N:M" with 1 <= N < M <= 16.
         block_mask: bool `[B, H, ceil(Tq / 64), ceil(Tk / 64)]`, B and H broadcast: tile (i, j) of 64 queries and 64 keys is
             visible.

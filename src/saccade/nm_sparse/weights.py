@@ -30,11 +30,16 @@ BACKENDS = ("auto", "mma_sp", "reference")
 class NMWeights:
     """A matrix `[B, H, Tq, Tk]` in the compressed format of sparse tensor cores: of each group of M keys, N are kept.
 
-    values: `[B, H, rows, columns / 2]`, the kept numbers in order; rows is Tq rounded up to a multiple of 32, columns is Tk
-        rounded up to a multiple of 64 (32 for float32); the padding holds `fill`.
-    metadata: int16 `[B, H, rows, columns / 16]` (`/ 8` for float32): which numbers are kept, in the layout of CUTLASS (Dfss, Fig.
-        6 and Eq. 9). For each head these are exactly the bytes of `torch.sparse.to_sparse_semi_structured`.
-    shape: (B, H, Tq, Tk). fill: the value of a number that is not kept: -inf in scores and 0 in weights.
+    Attributes:
+        values: `[B, H, rows, columns / 2]`, the kept numbers in order; rows is Tq rounded up to a multiple of 32, columns is Tk
+            rounded up to a multiple of 64 (32 for float32); the padding holds `fill`.
+        metadata: int16 `[B, H, rows, columns / 16]` (`/ 8` for float32), which numbers are kept, in the layout of CUTLASS (Dfss, Fig.
+            6 and Eq. 9). For each head these are exactly the bytes of `torch.sparse.to_sparse_semi_structured`.
+        shape: (B, H, Tq, Tk).
+        pattern: "2:4" or "1:2".
+        fill: the value of a number that is not kept, -inf in scores and 0 in weights.
+        is_causal: whether query i sees keys 0 to i alone.
+        backend: as in `scores`, of the products that follow.
     """
 
     values: Tensor
@@ -76,8 +81,8 @@ class NMWeights:
         """The product with `value`, on sparse tensor cores where available.
 
         Args:
-            value: `[B, Hkv, Tk, Dv]` of the same dtype; with `enable_gqa` each value head serves H / Hkv heads, otherwise Hkv is
-                H.
+            value: `[B, Hkv, Tk, Dv]` of the same dtype.
+            enable_gqa: each value head serves H / Hkv heads; otherwise Hkv is H.
 
         Returns:
             `[B, H, Tq, Dv]`. float32 is multiplied as TF32 by the kernels.
@@ -204,9 +209,12 @@ def scores(
     `nm_sparse_attention`. A masked key is -inf and fills a slot only if nothing else is left.
 
     Args:
-        query: `[B, H, Tq, D]`. key: `[B, Hkv, Tk, D]`, where H may be a multiple of Hkv with `enable_gqa`.
+        query: `[B, H, Tq, D]`.
+        key: `[B, Hkv, Tk, D]`.
         attn_mask: bool (True = attend) or float (added to the scores), broadcastable to `[B, H, Tq, Tk]`.
-        is_causal: query i sees keys 0 to i. scale: default `1 / sqrt(D)`.
+        is_causal: query i sees keys 0 to i.
+        scale: factor on the products, `1/sqrt(D)` by default.
+        enable_gqa: H may be a multiple of Hkv; otherwise they are equal.
         pattern: "2:4" or "1:2" for bfloat16 and float16, "1:2" for float32 (multiplied as TF32 by the kernels).
         block_mask: as in `nm_sparse_attention`, bool `[B, H, ceil(Tq / 64), ceil(Tk / 64)]`, B and H broadcast; the keys of a hidden tile
             are masked. The kernel multiplies no hidden tile, but its -inf is stored like any score, and later stages read it.
@@ -251,7 +259,8 @@ def compress(dense: Tensor, pattern: str = "2:4", *, fill: float = 0.0) -> NMWei
     """Prune a matrix `[.., rows, columns]` of up to four dims by value, and compress it, as `scores` does with scores.
 
     Args:
-        dense: bfloat16, float16 or float32, any device. pattern: as in `scores`.
+        dense: bfloat16, float16 or float32, any device.
+        pattern: as in `scores`.
         fill: the value of a number that is not kept: -inf for scores.
 
     Returns:

@@ -30,6 +30,8 @@ class SelfAttention(Module):
         dropout: probability of dropping an attention weight in training.
         bias: whether both projections add a bias.
         backend: as in `saccade.attention`.
+        device: of the parameters, torch's default unless given.
+        dtype: of the parameters, torch's default unless given.
 
     Raises:
         InvalidArgument: a size, probability or input shape is invalid.
@@ -121,6 +123,8 @@ class AttentionPooling(Module):
         dropout: probability of dropping an attention weight in training.
         bias: whether both projections add a bias.
         backend: as in `saccade.attention`.
+        device: of the parameters, torch's default unless given.
+        dtype: of the parameters, torch's default unless given.
 
     Raises:
         InvalidArgument: a size, probability or input shape is invalid.

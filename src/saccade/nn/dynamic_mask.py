@@ -27,12 +27,20 @@ class DynamicMaskAttention(Module):
     `v_proj`, `A`, `dt_proj`, `o_proj`, `q_norm`, `k_norm`), so that their weights can be loaded unchanged.
 
     Args:
-        embed_dim: E. num_heads: H. num_kv_heads: Hkv, a divisor of H (default H). head_dim: D (default E / H).
-        keep: keys that each query keeps. sinks, window: first and newest keys that it keeps besides, whatever their scores.
+        embed_dim: E.
+        num_heads: H.
+        num_kv_heads: Hkv, a divisor of H (default H).
+        head_dim: D (default E / H).
+        keep: keys that each query keeps.
+        sinks: first keys that it keeps besides, whatever their scores.
+        window: newest keys that it keeps besides, whatever their scores.
         form: "exp" as above, or "linear", `s_j = A * softplus(W_dt v_j)`, as in later versions of the authors' code. The kept
             keys are the same up to rounding where A > 0 or A < 0; their weights are not.
-        bias: whether projections add a bias. norm_eps: epsilon of the root-mean-square norms of queries and keys, per head.
+        bias: whether projections add a bias.
+        norm_eps: epsilon of the root-mean-square norms of queries and keys, per head.
         backend: as in `saccade.dynamic_mask_attention`.
+        device: of the parameters, torch's default unless given.
+        dtype: of the parameters, torch's default unless given.
 
     Raises:
         InvalidArgument: a size, form or input shape is invalid.
@@ -102,8 +110,10 @@ class DynamicMaskAttention(Module):
         """`[B, S, E]` to `[B, S, E]`.
 
         Args:
+            hidden: `[B, S, E]`.
             position_embeddings: (cos, sin) of rotary embedding, `[B, S, D]` or `[S, D]`, of these tokens.
-            lengths, document_ids: as in `dynamic_mask_attention`.
+            lengths: as in `dynamic_mask_attention`.
+            document_ids: as in `dynamic_mask_attention`.
             cache: the tokens before these, with the same `keep`, `sinks` and `window`; these tokens are added to it (excludes document_ids). Only under
                 torch.no_grad(), because the contents of a cache get no gradient.
         """

@@ -25,10 +25,17 @@ class EncoderLayer(Module):
     Pre-norm: `x = x + SA(norm1(x)); x = x + FF(norm2(x))`. `FF(x) = linear2(dropout(activation(linear1(x))))`.
 
     Args:
-        d_model: E. nhead: H, a divisor of E. dim_feedforward: width inside FF.
+        d_model: E.
+        nhead: H, a divisor of E.
+        dim_feedforward: width inside FF.
         dropout: dropout probability after both sublayers, inside FF, and on the attention weights.
         activation: "relu", "gelu" or a function of a tensor.
+        layer_norm_eps: epsilon of both layer norms.
+        norm_first: pre-norm, else post-norm.
+        bias: whether projections and layer norms have a bias.
         backend: as in `saccade.attention`.
+        device: of the parameters, torch's default unless given.
+        dtype: of the parameters, torch's default unless given.
 
     Raises:
         InvalidArgument: a size, probability, activation or input shape is invalid.
@@ -70,7 +77,18 @@ class EncoderLayer(Module):
         is_causal: bool = False,
         cls_only: bool = False,
     ) -> Tensor:
-        """`[B, S, E]` to `[B, S, E]`, or to `[B, 1, E]` with `cls_only`; arguments as in `SelfAttention.forward`."""
+        """One layer.
+
+        Args:
+            x: `[B, S, E]`.
+            lengths: as in `SelfAttention.forward`.
+            attn_mask: as in `SelfAttention.forward`.
+            is_causal: as in `SelfAttention.forward`.
+            cls_only: as in `SelfAttention.forward`.
+
+        Returns:
+            `[B, S, E]`, or `[B, 1, E]` with `cls_only`.
+        """
         check_tokens(x, self.self_attn.embed_dim)
         attended = self.self_attn(
             self.norm1(x) if self.norm_first else x, lengths, attn_mask=attn_mask, is_causal=is_causal, cls_only=cls_only
@@ -120,7 +138,18 @@ class Encoder(Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """`[B, S, E]` to `[B, S, E]`, or to `[B, 1, E]` with `cls_only`; other arguments as in `SelfAttention.forward`."""
+        """All layers.
+
+        Args:
+            x: `[B, S, E]`.
+            lengths: as in `SelfAttention.forward`.
+            cls_only: compute only the output of token 0, in the last layer.
+            attn_mask: as in `SelfAttention.forward`.
+            is_causal: as in `SelfAttention.forward`.
+
+        Returns:
+            `[B, S, E]`, or `[B, 1, E]` with `cls_only`.
+        """
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             x = layer(x, lengths, attn_mask=attn_mask, is_causal=is_causal, cls_only=cls_only and i == last)

@@ -30,13 +30,16 @@ class NystromAttention(Module):
     iterating `Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4`, from `A^T / (|A|_1 |A|_inf)`.
 
     Args:
-        embed_dim: E, a multiple of num_heads. num_heads: H.
+        embed_dim: E, a multiple of num_heads.
+        num_heads: H.
         landmarks: m; with fewer tokens than that, every token is one.
         pattern: "N:M" for both large matrices, None for dense ones.
         iterations: number of iterations for the pseudo-inverse.
         conv_kernel: odd width of a convolution over the values of each head, added to the output as in Nystromformer; or None.
         bias: whether both projections add a bias.
         backend: as in `saccade.nm_sparse_attention`, or in `saccade.attention` if pattern is None.
+        device: of the parameters, torch's default unless given.
+        dtype: of the parameters, torch's default unless given.
 
     Raises:
         InvalidArgument: a size, pattern or input shape is invalid.

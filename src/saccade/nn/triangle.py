@@ -18,7 +18,7 @@ from saccade.nn.module import Module
 class GatedAttention(Module):
     """The projections of `TriangleAttention`: queries, keys and values, a gate for each number of the output, and the output.
 
-    Args: as `TriangleAttention`.
+    Its arguments are those of `TriangleAttention`.
     """
 
     def __init__(self, c_in: int, c_hidden: int, no_heads: int, bias: bool, backend: str, **made: object) -> None:
@@ -58,6 +58,8 @@ class TriangleAttention(Module):
         bias: whether the gate and the output add a bias, as in OpenFold; Boltz has none.
         eps: of the layer norm.
         backend: as in `saccade.attention`.
+        device: of the parameters, torch's default unless given.
+        dtype: of the parameters, torch's default unless given.
 
     Raises:
         InvalidArgument: a size or an input is invalid.

@@ -97,17 +97,22 @@ class DynamicMaskCache:
         """Attention of new tokens to all tokens so far, themselves included; then keeps what later tokens can see.
 
         Args:
-            query: `[B, H, T, D]`. key, value: `[B, Hkv, T, D]`, key_scores `[B, Hkv, T]` of the same T new tokens. Scores must be
-                finite.
-                The decode kernel on a GPU does not check this, because a check would wait for the device at every token: a NaN
-                score ranks above all others, stays in the cache, and makes every later output of its head NaN.
+            query: `[B, H, T, D]` of T new tokens.
+            key: `[B, Hkv, T, D]` of the same tokens.
+            value: `[B, Hkv, T, D]` of the same tokens.
+            key_scores: `[B, Hkv, T]` of the same tokens, finite. The decode kernel on a GPU does not check this, because a check would
+                wait for the device at every token: a NaN score ranks above all others, stays in the cache, and makes every later
+                output of its head NaN.
             lengths: `[B]`, how many of the new tokens are real, counted from the first, or up to the last with
                 `padding_side="left"`; the others may hold anything, NaN included, and their output is meaningless.
-            commit: False leaves the cache as it is. `commit` then takes in as many of these tokens as were accepted; any other
-                call forgets them.
-            scale, enable_gqa, add_scores: as in `dynamic_mask_attention`.
+            scale: as in `dynamic_mask_attention`.
+            enable_gqa: as in `dynamic_mask_attention`.
+            add_scores: as in `dynamic_mask_attention`.
             backend: "auto"; "decode" (at most 8 tokens without gradient; "auto" chooses it on a GPU where it can); or a backend
                 of `dynamic_mask_attention`, which then runs over the entries and new tokens together.
+            padding_side: "right" or "left", the side of a row on which tokens that are not real stand.
+            commit: False leaves the cache as it is. `commit` then takes in as many of these tokens as were accepted; any other
+                call forgets them.
 
         Returns:
             out `[B, H, T, D]`, equal to attention over the full history up to rounding.

@@ -119,14 +119,18 @@ def attention_varlen(
 
     Args:
         query: `[Tq, H, D]`; DTensors may be sharded by heads.
-        key, value: `[Tk, Hkv, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
-        cu_seqlens_q, cu_seqlens_k: int32 `[B + 1]` on the device of query: 0, then the end of each sequence. For self-attention pass one
-            tensor twice. int64 is converted at each call. They stay on the device: nothing waits for it. Tokens behind the last sequence
+        key: `[Tk, Hkv, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
+        value: `[Tk, Hkv, D]`.
+        cu_seqlens_q: int32 `[B + 1]` on the device of query: 0, then the end of each sequence of query. int64 is converted at each call. They stay on the device: nothing waits for it. Tokens behind the last sequence
             belong to none and get out 0 and zero gradients.
-        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence; nearer is faster.
-        dropout_p, scale, enable_gqa: as in `attention`.
+        cu_seqlens_k: the same for key and value. For self-attention pass the tensor of query again.
+        max_seqlen_q: an int, at least the longest sequence of query; nearer is faster.
+        max_seqlen_k: the same for key and value.
+        dropout_p: as in `attention`.
         is_causal: key j of a sequence is visible to its query i if j <= i (upper-left, as in `attention`;
             `saccade.flash_attn_interface` has the lower-right alignment of flash-attn).
+        scale: factor on the scores, `1/sqrt(D)` by default.
+        enable_gqa: as in `attention`.
         attn_bias: floating, `[H, max_seqlen_q, max_seqlen_k]`, added to the scaled scores of every sequence; gradient supported.
         window: `(left, right)`: query i of a sequence sees its keys i - left to i + right; None for no limit on a side. Both are counted from the
             first token, as a causal mask is. With `is_causal=True` a key must lie within both. Cost and memory grow with the tokens times the
@@ -214,7 +218,15 @@ def attention_varlen_qkvpacked(
 
     Args:
         qkv: `[T, 3, H, D]`, as a linear layer of width `3 * H * D` gives it.
-        cu_seqlens, max_seqlen, dropout_p, is_causal, scale, attn_bias, window, return_lse, backend: as in `attention_varlen`.
+        cu_seqlens: `cu_seqlens_q` of `attention_varlen`.
+        max_seqlen: `max_seqlen_q` of `attention_varlen`.
+        dropout_p: as in `attention_varlen`.
+        is_causal: as in `attention_varlen`.
+        scale: as in `attention_varlen`.
+        attn_bias: as in `attention_varlen`.
+        window: as in `attention_varlen`.
+        return_lse: as in `attention_varlen`.
+        backend: as in `attention_varlen`.
 
     Returns:
         out `[T, H, D]`, or `(out, lse)` with lse `[H, T]`.
