@@ -1,7 +1,8 @@
 """The hooks that mkdocs runs while it builds the site. The pages are written so that a code host shows them too, by paths of the repository:
 
 - plots lie beside their tables in `benchmarks/results`; they become files of the site, and a link to one shows its light variant on a
-  light page and its dark one on a dark page;
+  light page and its dark one on a dark page, and opens the plot in full when it is tapped;
+- names of tables, as `h200/short_full.csv`, become links to the files;
 - a plot of results that are older than the kernels that they measure is marked;
 - pictures are put into the page as they are, so that they take its colours, light or dark.
 """
@@ -17,7 +18,9 @@ from mkdocs.structure.pages import Page
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
+REPOSITORY = "https://github.com/saccade-attention/saccade/blob/main/benchmarks/results"
 PLOT = re.compile(r"!\[([^\]]*)\]\((?:\.\./)*benchmarks/results/(\w+/\w+)\.png\)")
+TABLE = re.compile(r"(?<!\[)`(\w+/\w+\.csv)`")
 PICTURE = re.compile(r"^!\[[^\]]*\]\((?:\.\./)*pictures/(\w+\.svg)\)$", re.MULTILINE)
 
 
@@ -53,15 +56,21 @@ def _mark(plot: str) -> str:
 
 
 def _both(words: str, plot: str) -> str:
-    """The two variants of a plot, of which the theme hides one by the end of its address. An image that is hidden and lazy is not
+    """The two variants of a plot, each a link to itself in full. The style sheet hides one; an image that is hidden and lazy is not
     loaded."""
-    variants = (("", "light"), (".dark", "dark"))
-    return "".join(f"![{words}]({plot}{suffix}.png#only-{scheme}){{ loading=lazy }}" for suffix, scheme in variants)
+    variants = ((f"{plot}.png", "light"), (f"{plot}.dark.png", "dark"))
+    return "".join(f"[![{words}]({file}){{ loading=lazy }}]({file}){{ .plot .on-{scheme} }}" for file, scheme in variants)
+
+
+def _linked(name: str) -> str:
+    """The name of a table as a link to its file, if the results hold it."""
+    return f"[`{name}`]({REPOSITORY}/{name})" if (RESULTS / name).is_file() else f"`{name}`"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links to plots as the site has them, and pictures in place; what explains is found before what was logged."""
+    """Links to plots and tables as the site has them, and pictures in place; what explains is found before what was logged."""
     page.meta.setdefault("search", {"boost": _boost(page.file.src_uri)})
     up = "../" * page.file.src_uri.count("/")
     markdown = PLOT.sub(lambda m: _both(m[1], f"{up}plots/{m[2]}") + _mark(m[2]), markdown)
+    markdown = TABLE.sub(lambda m: _linked(m[1]), markdown)
     return PICTURE.sub(lambda m: f"<figure>\n{(DOCS / 'pictures' / m[1]).read_text(encoding='utf-8')}</figure>", markdown)

@@ -115,3 +115,17 @@ def test_every_environment_variable_and_command_is_documented():
     assert len(variables) > 3
     assert len(commands) > 3
     assert not [name for name in (*variables, *(f"`saccade {c}" for c in commands)) if name not in page]
+
+
+TABLES = [ROOT / "docs" / name for name in ("performance.md", "quality.md", "evidence.md", "notes/log/speed.md")]
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda p: p.name)
+def test_every_name_of_a_table_becomes_a_link(path):
+    """The site links a name with its folder, as `h200/short_full.csv`."""
+    names = re.findall(r"`([\w/]+\.csv)`", path.read_text(encoding="utf-8"))
+    names = [name for name in names if not name.startswith("benchmarks/")]
+    assert names
+    assert not [
+        name for name in names if not re.fullmatch(r"\w+/\w+\.csv", name) or not (ROOT / "benchmarks/results" / name).is_file()
+    ]
