@@ -10,6 +10,9 @@ DOCS := .venv-docs
 
 .PHONY: demo test test-all test-gpu kernel peers lint stale bench docs setup clean
 
+# threads of torch that wait for each other sleep: spinning on cores that others use took seven times as long
+demo test test-all: export OMP_WAIT_POLICY = PASSIVE
+
 demo: $(STAMP)
 	$(BIN)/saccade demo
 

@@ -22,6 +22,7 @@ from plot_weights import draw_weights
 
 _BACKENDS = (
     "short",
+    "shared_bias",
     "ragged",
     "volta",
     "fa4",
@@ -38,6 +39,7 @@ _TITLES = {
     "short_pooling": "One query (CLS only, pooling)",
     "short_models": "Shapes of models",
     "short_ragged": "Packed sequences of different lengths",
+    "shared_bias": "A bias that rows share, and its gradient",
     "windows": "Sliding windows on packed sequences",
     "volta": "float16 without bf16 tensor cores",
 }

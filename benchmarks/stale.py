@@ -34,6 +34,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "short_sizes": (_SHORT, _LONG),
     "short_ragged": _PACKED,
     "windows": ("exact/ragged/*",),
+    "shared_bias": ("exact/shared_bias/*",),
     "pooled_depth": (_SHORT,),
     "models": (_SHORT, *_PACKED),
     "encoders": (*_PACKED, "encoders/*"),

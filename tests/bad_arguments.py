@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_upper_left
 import saccade
 from saccade import analysis, distributed, nm_sparse, nn
 from saccade import flash_attn_interface as flash
-from saccade.integrations import doge, tabpfn, timm, transformers
+from saccade.integrations import doge, tabpfn, timm, transformers, triangle
 from saccade.integrations.pooled import cls_only
 
 B, H, T, D = 2, 2, 8, 8
@@ -69,7 +69,8 @@ def weights(**given):
 def called(make, **given):
     """A module made and called."""
     module = make(**given)
-    return module if next(module.parameters()).is_meta else module(torch.randn(B, T, 16, dtype=next(module.parameters()).dtype))
+    shape = (B, T, T, given["c_in"]) if "c_in" in given else (B, T, 16)
+    return module if next(module.parameters()).is_meta else module(torch.randn(shape, dtype=next(module.parameters()).dtype))
 
 
 def registered(register, **given):
@@ -160,9 +161,11 @@ def calls() -> dict[str, tuple[Any, dict[str, Any]]]:
         "distributed.head_tail": (functools.partial(without_a_group, distributed.head_tail), {"tensor": qkv["query"], "dim": 2, "group": None}),
         "tabpfn: run": (tabpfn.SaccadeBackend().run, tensors("query", "key", "value", shape=(B, T, H, D))),
         "replace_sdpa": (replaced, qkv | dense),
-        "attention": (saccade.attention, qkv | dense | last),
+        "attention": (saccade.attention, qkv | dense | last | {"key_mask": None}),
+        "attention with a mask of keys": (saccade.attention, qkv | dense | last | {"attn_mask": torch.randn(H, T, T), "key_mask": torch.ones(B, T, dtype=torch.bool)}),
         "attention by reference": (saccade.attention, qkv | dense | last | {"backend": "reference"}),
-        "explain": (saccade.explain, qkv | dense | {"lengths": None, "window": None, "return_lse": False}),
+        "explain": (saccade.explain, qkv | dense | {"lengths": None, "window": None, "key_mask": None, "return_lse": False}),
+        "triangle_attention": (triangle.triangle_attention, tensors("q", "k", "v", shape=(B, 3, H, T, D)) | {"bias": torch.randn(B, 1, H, T, T), "mask": torch.ones(B, 3, 1, 1, T, dtype=torch.bool), "scale": None, "return_aux": False}),
         "attention_qkvpacked": (saccade.attention_qkvpacked, {"qkv": torch.randn(B, T, 3, H, D), **{k: v for k, v in dense.items() if k != "enable_gqa"}, **last}),
         "attention_varlen": (saccade.attention_varlen, packed | of_packed | {"enable_gqa": False}),
         "attention_varlen_qkvpacked": (saccade.attention_varlen_qkvpacked, {"qkv": torch.randn(T, 3, H, D), "cu_seqlens": ends(), "max_seqlen": 5, **of_packed}),
@@ -194,6 +197,8 @@ def calls() -> dict[str, tuple[Any, dict[str, Any]]]:
         "nn.DynamicMaskAttention.forward": (nn.DynamicMaskAttention(16, 2, keep=3), {"hidden": torch.randn(B, T, 16), "position_embeddings": None, "lengths": None, "document_ids": None, "cache": None}),
         "nn.NystromAttention": (lambda **g: called(nn.NystromAttention, **g), {"embed_dim": 16, "num_heads": 2, "landmarks": 4, "pattern": "2:4", "iterations": 2, "conv_kernel": None, **made}),
         "nn.NystromAttention.forward": (nn.NystromAttention(16, 2, landmarks=4), {"x": torch.randn(B, T, 16), "lengths": None}),
+        "nn.TriangleAttention": (lambda **g: called(nn.TriangleAttention, **g), {"c_in": 8, "c_hidden": 4, "no_heads": 2, "starting": True, "eps": 1e-5, **made}),
+        "nn.TriangleAttention.forward": (nn.TriangleAttention(8, 4, 2), {"z": torch.randn(B, T, T, 8), "mask": None}),
         "nn.EncoderLayer": (lambda **g: called(nn.EncoderLayer, **g), {"d_model": 16, "nhead": 2, "dim_feedforward": 8, "dropout": 0.1, "activation": "relu", "layer_norm_eps": 1e-5, "norm_first": False, **made}),
         "nn.EncoderLayer.forward": (nn.EncoderLayer(16, 2, 8), {"x": torch.randn(B, T, 16), "attn_mask": None, "lengths": None, "is_causal": False, "cls_only": False}),
         "nn.Encoder": (lambda **g: called(nn.Encoder, **g), {"layer": nn.EncoderLayer(16, 2, 8), "num_layers": 1, "norm": None}),

@@ -22,7 +22,7 @@ FILES = sorted(p.relative_to(SRC) for p in SRC.rglob("*.py"))
 WINGS = ("exact", "dynamic_mask", "nm_sparse")
 # families of kernels, and other parts of a wing that only it uses
 FAMILIES = {
-    "exact": ("short", "volta", "ragged", "long", "sdpa"),
+    "exact": ("short", "volta", "ragged", "long", "shared_bias", "sdpa"),
     "dynamic_mask": ("gather", "decode"),
     "nm_sparse": ("masked", "fused", "staged"),
 }

@@ -38,7 +38,7 @@ def test_attention_begins_with_torch_s_parameters():
 
 def test_our_own_parameters_are_by_keyword_only():
     parameters = inspect.signature(saccade.attention).parameters.values()
-    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["lengths", "window", "return_lse", "backend"]
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["lengths", "window", "key_mask", "return_lse", "backend"]
     parameters = inspect.signature(saccade.attention_qkvpacked).parameters.values()
     assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["lengths", "window", "return_lse", "backend"]
 

@@ -109,7 +109,7 @@ def test_cases_are_counted(sanitize):
 def test_every_family_of_kernels_is_run(sanitize):
     given = type("Given", (), {"op": None, "backend": None})
     assert set(sanitize._pairs(given)) == {
-        *(("attention", b) for b in ("short", "volta", "volta_fp16", "long", "ragged")), ("attention_varlen", "ragged"),
+        *(("attention", b) for b in ("short", "volta", "volta_fp16", "long", "shared_bias", "ragged")), ("attention_varlen", "ragged"),
         ("dynamic_mask_attention", "gather"), ("nm_sparse_attention", "masked"), ("nm_sparse_attention", "mma_sp"), ("decoding", "decode"),
     }  # fmt: skip
     assert sanitize._dtypes(type("Given", (), {"dtype": None}), "volta_fp16") == ["fp16"]

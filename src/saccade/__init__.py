@@ -8,7 +8,8 @@ from saccade.encoders.optimize import optimize
 from saccade.engine import mkl as _mkl
 from saccade.engine.disabled import disabled
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
-from saccade.exact.api import attention, attention_qkvpacked, explain
+from saccade.exact.api import attention, attention_qkvpacked
+from saccade.exact.explained import explain
 from saccade.exact.varlen.api import attention_varlen, attention_varlen_qkvpacked
 from saccade.integrations.sdpa import replace_sdpa
 from saccade.nm_sparse import analysis

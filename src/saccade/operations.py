@@ -25,7 +25,7 @@ from saccade.nm_sparse.testing.check import check_nm_sparse
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
-        Operation("attention", ATTENTION_BACKENDS, describe_attention, ATTENTION, check_attention, ("short", "volta", "auto", "tensor_parallel", "models", "pooled")),
+        Operation("attention", ATTENTION_BACKENDS, describe_attention, ATTENTION, check_attention, ("short", "shared_bias", "volta", "auto", "tensor_parallel", "models", "pooled")),
         Operation("attention_varlen", VARLEN_BACKENDS, describe_as_packed, VARLEN, check_varlen, ("short_ragged", "encoders", "windows")),
         Operation(
             "dynamic_mask_attention", DYNAMIC_MASK_BACKENDS, describe_dynamic_mask, DYNAMIC_MASK, check_dynamic_mask,

@@ -7,12 +7,19 @@ commands is loaded by its path; each of them imports what it needs when it runs.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
+
+_PATIENT = ("demo", "verify")  # what they do is not timed against another library
 
 
 def main() -> None:
     """Run the command line."""
+    # Threads of torch that wait for each other spin by default. On two cores that others used, a part of the demo took 28 s, and 4 s without spinning.
+    # The OpenMP runtime reads this when torch is loaded.
+    if len(sys.argv) > 1 and sys.argv[1] in _PATIENT and not os.environ.get("OMP_WAIT_POLICY"):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     package = importlib.util.find_spec("saccade")  # of a package at the top this runs nothing
     if package is None or not package.submodule_search_locations:
         raise SystemExit("saccade: the package saccade is not installed for this Python")

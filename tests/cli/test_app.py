@@ -47,7 +47,16 @@ def test_info_as_json():
     assert report["versions"]["saccade"] == __version__
     cpu = next(d for d in report["devices"] if d["name"] == "cpu")
     assert cpu["backends"]["attention"]["sdpa"] == []
-    assert set(cpu["backends"]["attention"]) == {"short", "volta", "volta_fp16", "long", "ragged", "sdpa", "reference"}
+    assert set(cpu["backends"]["attention"]) == {
+        "short",
+        "volta",
+        "volta_fp16",
+        "long",
+        "shared_bias",
+        "ragged",
+        "sdpa",
+        "reference",
+    }
     assert cpu["backends"]["dynamic_mask_attention"]["gather_torch"] == []
     assert set(cpu["backends"]["dynamic_mask_attention"]) == {"gather", "gather_cpp", "gather_torch", "reference"}
     assert set(report["caches"]) == {"triton", "nvrtc", "native"}

@@ -15,12 +15,14 @@ from saccade import __version__
 
 SRC = Path(saccade.__file__).parent.parent
 ENTRY = """
+import os
 import sys
 sys.argv = ["saccade", *sys.argv[1:]]
 import saccade_command
 try:
     saccade_command.main()
 finally:
+    print("policy:", repr(os.environ.get("OMP_WAIT_POLICY", "")), file=sys.stderr)
     print("loaded:", sorted({name.split(".")[0] for name in sys.modules} & {"torch", "saccade", "triton", "numpy"}), file=sys.stderr)
 """
 
@@ -43,6 +45,16 @@ def test_a_command_runs_and_an_error_is_one_sentence():
     done = run("explain", "--heads", "8", "--hkv", "3", "--device", "cpu")
     assert done.returncode == 2
     assert done.stderr.startswith("saccade: 8 query heads are no multiple of 3 key heads")
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "policy"), [("demo", "", "PASSIVE"), ("verify", "ACTIVE", "ACTIVE"), ("time", "", "")]
+)
+def test_threads_of_what_is_not_timed_do_not_spin(command, given, policy):
+    """The OpenMP runtime reads the variable when torch is loaded, so the command sets it before."""
+    done = run(command, "--help", OMP_WAIT_POLICY=given)
+    assert "loaded: []" in done.stderr
+    assert f"policy: {policy!r}" in done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -72,7 +72,7 @@ def test_every_backend_and_case(checked, capsys):
     assert verify.run(_selection()) == 0
     expected = {
         (b, c)
-        for b in ("short", "volta", "volta_fp16", "long", "ragged", "sdpa", "reference")
+        for b in ("short", "volta", "volta_fp16", "long", "shared_bias", "ragged", "sdpa", "reference")
         for c in ("plain", "odd", "dropped", "huge")
     }
     assert {(b, c) for b, c, _ in checked[0]} == expected - {("sdpa", "dropped")}
@@ -84,7 +84,16 @@ def test_every_operation(checked, capsys):
     scored = {(b, c) for b, c, _ in checked[0] if c == "scored"}
     assert scored == {(b, "scored") for b in ("gather", "gather_cpp", "gather_torch", "reference")}
     assert "reference" in {b for b, c, _ in checked[0] if c == "pruned"}
-    assert {b for b, c, _ in checked[0] if c == "huge"} == {"short", "volta", "volta_fp16", "long", "ragged", "sdpa", "reference"}
+    assert {b for b, c, _ in checked[0] if c == "huge"} == {
+        "short",
+        "volta",
+        "volta_fp16",
+        "long",
+        "shared_bias",
+        "ragged",
+        "sdpa",
+        "reference",
+    }
     out = capsys.readouterr().out
     for title in ("attention against float64", "dynamic_mask_attention against float64", "nm_sparse_attention against float64"):
         assert title in out
@@ -196,7 +205,7 @@ def test_selection(checked):
         (_selection(["fast"]), "backend is 'fast'"),
         (
             _selection(["gather"]),
-            "backend is 'gather'; allowed are 'long', 'short', 'volta', 'volta_fp16', 'ragged', 'sdpa', 'reference'",
+            "backend is 'gather'; allowed are 'long', 'short', 'volta', 'volta_fp16', 'shared_bias', 'ragged', 'sdpa', 'reference'",
         ),
         (_selection(operations=["mean"]), "op is 'mean'; allowed are 'attention', 'dynamic_mask_attention'"),
         (_selection(cases=["nothing"]), "no case has 'nothing'"),

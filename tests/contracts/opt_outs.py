@@ -30,6 +30,13 @@ OPT_OUTS: dict[str, dict[str, OptOut]] = {
             None, "its backward holds delta, a number for each query, and two more where there is a bias"
         ),
     },
+    "exact/test_shared_bias.py::TestSharedBias": {
+        "clears_masked": OptOut(False, "hidden keys are multiplied by weights of 0, as in torch"),
+        "test_causal_is_upper_left": OptOut(None, "attn_mask excludes is_causal, and it takes calls with a bias alone"),
+        "test_backward_needs_no_memory_beyond_its_results": OptOut(
+            None, "its backward holds three numbers for each query, and the sums of the gradient of the bias"
+        ),
+    },
     "exact/test_reference.py::TestReference": {
         "keeps_layout": OptOut(False, "torch's operations choose the layout"),
         "large_bytes": OptOut(250e9, "it forms every score several times, more than one device holds"),

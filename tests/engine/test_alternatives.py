@@ -13,7 +13,7 @@ import torch
 
 import saccade
 import saccade.dynamic_mask.prepared
-import saccade.exact.api
+import saccade.exact.explained
 import saccade.exact.prepared
 import saccade.nm_sparse.prepared
 from saccade.engine import prepare
@@ -59,7 +59,7 @@ def fresh(monkeypatch):
 def prefer(monkeypatch, operation: str, *names: str) -> None:
     """Let `auto` take these first, on a CPU too."""
     modules = {
-        "attention": (saccade.exact.api, saccade.exact.prepared),
+        "attention": (saccade.exact.explained, saccade.exact.prepared),
         "dynamic_mask_attention": (saccade.dynamic_mask.prepared,),
         "nm_sparse_attention": (saccade.nm_sparse.prepared,),
     }

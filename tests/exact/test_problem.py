@@ -51,7 +51,7 @@ BAD = {
     "lengths device": ({"lengths": torch.ones(2, dtype=torch.int32, device="meta")}, "lengths is on meta, query on cpu; they must be the same"),
     "lengths beyond": ({"lengths": torch.tensor([3, 8])}, "lengths range from 3 to 8; allowed is 0 to Tk = 7"),
     "lengths negative": ({"lengths": torch.tensor([-1, 7])}, "lengths range from -1 to 7; allowed is 0 to Tk = 7"),
-    "backend": ({"backend": "fast"}, "backend is 'fast'; allowed are 'auto', 'long', 'short', 'volta', 'volta_fp16', 'ragged', 'sdpa', 'reference'"),
+    "backend": ({"backend": "fast"}, "backend is 'fast'; allowed are 'auto', 'long', 'short', 'volta', 'volta_fp16', 'shared_bias', 'ragged', 'sdpa', 'reference'"),
 }  # fmt: skip
 
 

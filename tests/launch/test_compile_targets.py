@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,8 @@ def compile_all(arch: int) -> list[dict]:
             })  # fmt: skip
     return (
         rows + gather_rows(arch) + decode_rows(arch) + pruned_rows(arch) + ragged_rows(arch) + token_rows(arch) + offer_rows(arch)
-    )
+        + shared_bias_rows(arch)
+    )  # fmt: skip
 
 
 def _bias_shape(features: dict, q_len: int, kv_len: int) -> tuple[int, ...]:
@@ -390,6 +392,60 @@ def token_rows(arch: int) -> list[dict]:
     return rows
 
 
+# Tq = Tk, D, dtype, shape of the bias, features, kernel of dQ and dbias
+SHARED_BIAS = [
+    (384, 32, "bfloat16", (1, 4), (), "apart"), (384, 32, "bfloat16", (1, 4), ("mask",), "joined"), (300, 64, "float16", (2, 1), ("lengths", "dlse", "dropout"), "apart"),
+    (256, 128, "bfloat16", (20, 4), ("grouped",), "apart"), (256, 64, "bfloat16", (1, 4), ("turned",), "held"), (130, 32, "float32", (1, 4), ("mask",), "apart"),
+]  # fmt: skip
+
+
+def shared_bias_rows(arch: int) -> list[dict]:
+    """The kernels of a bias that rows share, forward and backward."""
+    import torch
+
+    from saccade.exact.args import AttentionArgs
+    from saccade.exact.shared_bias import call, launchers, launches
+    from saccade.exact.shared_bias.config import Joined, config_of
+
+    call.arch_of, call.multiprocessors = lambda device: arch, lambda device: 132
+    recorders = [Recorder(launches, name) for name in list(vars(launches)) if name.endswith("_kernel")]
+    rows = []
+    for tokens, dim, dtype, shared, features, form in sampled(SHARED_BIAS, arch, {0, 1}):
+        make = functools.partial(torch.empty, device="meta")
+        query, key, value, out, dout = (
+            make(20, tokens, 2 if "grouped" in features and place in (1, 2) else 4, dim, dtype=getattr(torch, dtype)).transpose(
+                1, 2
+            )
+            for place in range(5)
+        )
+        lse = make(20, 4, tokens)
+        args = AttentionArgs(
+            query, key, value, make(20, 1, 1, tokens, dtype=torch.bool) if "mask" in features else None,
+            make(*shared, tokens, tokens, dtype=getattr(torch, dtype)), make(20, dtype=torch.int32) if "lengths" in features else None,
+            make(1, dtype=torch.int64) if "dropout" in features else None, 0.1 if "dropout" in features else 0.0, False, dim**-0.5,
+        )  # fmt: skip
+        config = replace(config_of(dim, query.element_size(), arch), turns="turned" in features)
+        if form != "apart":
+            config = replace(
+                config,
+                joined=Joined(
+                    32 if arch in (80, 120) else 64,
+                    64,
+                    128 if form == "held" else 384,
+                    8,
+                    1 if arch == 120 else 2,
+                    form == "held",
+                ),
+            )
+        launchers.forward(args, config)
+        launchers.backward(args, dout, lse if "dlse" in features else None, out, lse, bias_grad=True, packed=None, config=config)
+        name = "shared bias-float32" if dtype == "float32" else "shared bias features" if features else "shared bias"
+        for recorder in recorders:
+            rows += list(recorder.rows(name, arch))
+            recorder.calls.clear()
+    return rows
+
+
 def offer_rows(arch: int) -> list[dict]:
     """The kernels of keys that ranks offer each other."""
     import torch
@@ -462,7 +518,7 @@ def test_kernels_fit_their_architecture(compiled):
         "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
         "count_kernel", "place_kernel", "forward_tile_kernel", "forward_long_kernel", "backward_tile_kernel", "delta_kernel",
         "backward_keys_kernel", "backward_queries_kernel", "clear_kernel", "weights_kernel", "backward_bias_kernel", "bounds_kernel", "survivors_kernel", "forward_tokens_kernel",
-        "backward_tokens_kernel", "rank_kernel", "copy_kernel",
+        "backward_tokens_kernel", "rank_kernel", "copy_kernel", "forward_kernel", "rows_kernel", "keys_kernel", "queries_kernel", "bias_kernel", "joined_kernel",
         "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
     assert {r["kernel"] for r in rows} == kernels

@@ -26,6 +26,7 @@ MAKE = {
     "EncoderLayer": lambda: nn.EncoderLayer(WIDTH, HEADS, 48, dropout=0.0, norm_first=True),
     "NystromAttention": lambda: nn.NystromAttention(WIDTH, HEADS, landmarks=4, conv_kernel=3),
     "SelfAttention": lambda: nn.SelfAttention(WIDTH, HEADS),
+    "TriangleAttention": lambda: nn.TriangleAttention(WIDTH, 8, HEADS),
 }
 
 
@@ -41,7 +42,8 @@ def module(request):
 
 def computed(module):
     """Output and gradients on one input."""
-    x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    rows = (TOKENS,) if isinstance(module, nn.TriangleAttention) else ()
+    x = torch.randn(2, *rows, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     out = module(x)
     return [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
 
@@ -108,9 +110,13 @@ def test_made_on_meta_and_filled_by_assignment(module, request):
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("shape", [(0, TOKENS, WIDTH), (2, 0, WIDTH)], ids=str)
 def test_an_empty_batch_and_rows_without_tokens(name, shape):
+    if name == "TriangleAttention":
+        shape, given = (shape[0], shape[1], *shape[1:]), [{}, {"mask": torch.zeros(shape[0], shape[1], shape[1])}]
+    else:
+        given = [{"lengths": lengths} for lengths in (None, torch.zeros(shape[0], dtype=torch.int32))]
     x = torch.zeros(shape, requires_grad=True)
-    for lengths in (None, torch.zeros(shape[0], dtype=torch.int32)):
-        out = MAKE[name]()(x, lengths=lengths)
+    for options in given:
+        out = MAKE[name]()(x, **options)
         assert out.shape == (shape if name != "AttentionPooling" else shape[::2])
         assert out.isfinite().all()
         out.sum().backward()

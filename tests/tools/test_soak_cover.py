@@ -247,7 +247,7 @@ def test_an_entry_of_which_one_case_was_taken_ran():
 @pytest.mark.parametrize(
     ("task", "sentence"),
     [
-        (Task(entry=1, device="cpu"), "entry is 1 of 36 covering lists; name one operation and one backend"),
+        (Task(entry=1, device="cpu"), "entry is 1 of 38 covering lists; name one operation and one backend"),
         (Task(entry=-1, operations=["expiry"], device="cpu"), "entry is -1; the covering list of expiry by auto has 0 to "),
         (Task(entry=99, operations=["expiry"], device="cpu"), "entry is 99; the covering list of expiry by auto has 0 to "),
         (Task(entry=1, operations=["expiry"], device="cpu", cover=True), "neither cover nor minutes"),

@@ -77,6 +77,7 @@ SIZES: dict[str, Space] = {
 _CLASSES: dict[str, tuple[str, ...]] = {
     "long": ("dim", "longest"),
     "short": ("dim", "longest", "queries"),
+    "shared_bias": ("dim", "longest"),
     "volta": ("dim",),
     "volta_fp16": ("dim",),
     "ragged": ("dim", "longest"),

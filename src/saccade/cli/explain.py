@@ -154,7 +154,7 @@ def _arguments(
     causal = operation.everyday.get("is_causal", False) if call.is_causal is None else call.is_causal
     return {
         "query": query, "key": key, "value": key, "attn_mask": _mask_of(call, query.dtype), "dropout_p": call.dropout_p,
-        "is_causal": causal, "scale": None, "enable_gqa": call.heads != call.kv_heads, "lengths": lengths,
+        "is_causal": causal, "scale": None, "enable_gqa": call.heads != call.kv_heads, "lengths": lengths, "key_mask": None,
         "return_lse": call.return_lse, "packed": False, "needs_grad": call.needs_grad,
         "key_scores": torch.empty(key.shape[:3], device="meta"), "keep": call.keep, "add_scores": True,
         "sinks": call.sinks, **_window_of(call), "dense_first": call.dense_first, "dense_recent": call.dense_recent,

@@ -54,6 +54,7 @@ class Problem:
     mask_shape: tuple[int, ...] | None = None
     bias_grad: bool = False
     lengths: bool = False
+    key_mask: bool = False  # of each batch row, beside a bias
     needs_grad: bool = False
     return_lse: bool = False
     enable_gqa: bool = False
@@ -114,6 +115,7 @@ class Problem:
             (self.windows > 0, f"windows={self.windows}"),
             (self.window is not None, shown_window(self.window or (None, None))),
             (self.lengths, "lengths"),
+            (self.key_mask, "key_mask"),
             (self.dropout_p > 0, f"dropout={self.dropout_p:g}"),
             (self.return_lse, "lse"),
             (self.packed, "packed"),
@@ -208,7 +210,7 @@ def replayable(problem: Problem) -> bool:
     """Whether C++ can replay such a call (`saccade.native`)."""
     if problem.mask == "bias" and problem.heads != problem.kv_heads:
         return False  # the gradient of a bias leaves dK and dV of each query head, which Python adds up
-    return problem.rank == 4 and not problem.return_lse and problem.window is None
+    return problem.rank == 4 and not problem.return_lse and problem.window is None and not problem.key_mask
 
 
 def compiled_or_captured(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The public functions `attention`, `attention_qkvpacked` and `explain`.
+"""The public functions `attention` and `attention_qkvpacked`.
 
 Letters: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head dim; tensors are `[B, H, T, D]` with any
 strides whose last dim is contiguous, so that views of `[B, T, H, D]`, of `[T, B, H, D]` and of a packed qkv need no copy.
@@ -13,10 +13,8 @@ from torch import Tensor
 
 from saccade import native
 from saccade.engine.arguments import check_tensors
-from saccade.engine.calls import autocast, cast, draw_seed, gradient_needed, split_mask, uncast
-from saccade.engine.dispatch import explain as _explain
+from saccade.engine.calls import autocast, cast, draw_seed, split_mask, uncast
 from saccade.engine.first_order import applied
-from saccade.engine.kinds import check_kinds
 from saccade.engine.layout import unpack
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.prepare import Prepared, traced
@@ -24,12 +22,17 @@ from saccade.engine.sharded import BHTD, Dims, call_on_shards, is_dtensor, place
 from saccade.engine.window import check_window, ends_of
 from saccade.errors import InvalidArgument
 from saccade.exact.args import AttentionArgs, AttentionCall, PackedCall
-from saccade.exact.backends import BACKENDS
 from saccade.exact.causal_bias import checked_unbiased, is_causal_bias
 from saccade.exact.cpu import on_a_cpu
 from saccade.exact.op import OPS
 from saccade.exact.prepared import prepare_attention
-from saccade.exact.problem import broadcast, by_window, check_packed, describe_attention, in_one_batch, must_broadcast
+from saccade.exact.problem import (
+    broadcast,
+    by_window,
+    check_packed,
+    in_one_batch,
+    with_key_mask,
+)
 from saccade.exact.replay import record
 from saccade.exact.varlen.nested import attention_nested
 
@@ -52,6 +55,7 @@ def attention(
     *,
     lengths: Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
+    key_mask: Tensor | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -68,6 +72,7 @@ def attention(
     *,
     lengths: Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
+    key_mask: Tensor | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...
@@ -84,6 +89,7 @@ def attention(
     *,
     lengths: Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
+    key_mask: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -99,6 +105,7 @@ def attention(
     *,
     lengths: Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
+    key_mask: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -123,6 +130,8 @@ def attention(
         window: `(left, right)`: query i sees the keys i - left to i + right; None for no limit on a side. Both are counted from the first token, as
             a causal mask is. With `is_causal=True` a key must lie within both. Cost and memory grow with the tokens times the width of the
             window, at any length. Excludes `attn_mask`. As under a mask, a NaN beyond the window may reach the output.
+        key_mask: bool `[B, Tk]`, True = visible to the queries of that batch row (of windows `[images, W, Tk]`). Beside a bias that batch rows
+            share, as structure models have them, it needs no tensor of both. Excludes `is_causal` and `window`.
         return_lse: also return the natural log-sum-exp of the scores, float32 `[B, H, Tq]` (differentiable).
         backend: "auto", or the name of one backend, which either runs or raises; see `saccade.explain`.
 
@@ -139,7 +148,21 @@ def attention(
     Source:
         the whole-row kernels follow the forward and backward listings of "Fast Attention For Short Sequences" (paper 002).
     """
-    call: tuple = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, window, return_lse, backend)
+    call: tuple = (
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        lengths,
+        window,
+        key_mask,
+        return_lse,
+        backend,
+    )
     if not torch.compiler.is_compiling() and native.calls is not None:
         found = native.calls.run(*call)
         if found is not None:
@@ -148,6 +171,10 @@ def attention(
         # as plain numbers, by which a call is remembered; C++ remembers none with a window
         window = check_window(window)
         call = (*call[:_WINDOW], window, *call[_WINDOW + 1 :])
+    if key_mask is not None:
+        attn_mask, key_mask = with_key_mask(query, key, attn_mask, key_mask, is_causal, window)
+        if key_mask is None:
+            return attention(**AttentionCall(*call)._replace(attn_mask=attn_mask, key_mask=None)._asdict())
     if is_causal_bias(attn_mask):
         attn_mask, is_causal = checked_unbiased(attn_mask, is_causal, query, key)
         return attention(**AttentionCall(*call)._replace(attn_mask=attn_mask, is_causal=is_causal)._asdict())
@@ -156,7 +183,14 @@ def attention(
     if isinstance(query, Tensor) and query.is_nested:
         return attention_nested(*call)
     # `is False` and not a truth test: a value that is no flag is refused when the call is described
-    if window is None and return_lse is False and type(backend) is str and backend == "auto" and enable_gqa is False:
+    if (
+        window is None
+        and key_mask is None
+        and return_lse is False
+        and type(backend) is str
+        and backend == "auto"
+        and enable_gqa is False
+    ):
         found = on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale, lengths)
         if found is not None:
             return found
@@ -167,7 +201,7 @@ def attention(
     if prepared is None:
         query, key, value = broadcast(query, key, value, enable_gqa)
         return attention(**AttentionCall(*call)._replace(query=query, key=key, value=value)._asdict())
-    args = _args_of(prepared, query, key, value, attn_mask, lengths)
+    args = _args_of(prepared, query, key, value, attn_mask, lengths, key_mask)
     problem, chosen = prepared.problem, prepared.backend
     if chosen.attend is not None:
         with uncast(query):
@@ -185,11 +219,19 @@ def attention(
 
 
 def _args_of(
-    prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, lengths: Tensor | None
+    prepared: Prepared,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    lengths: Tensor | None,
+    key_mask: Tensor | None = None,
 ) -> AttentionArgs:
     """The arguments that the kernels of a prepared call are given."""
     problem = prepared.problem
     mask, bias = split_mask(problem, attn_mask)
+    if key_mask is not None:
+        mask = key_mask.flatten(0, -2)[:, None, None]
     if problem.windows:
         query, key, value = in_one_batch(query), in_one_batch(key), in_one_batch(value)
         bias = None if bias is None else in_one_batch(bias)
@@ -284,7 +326,7 @@ def attention_qkvpacked(
         return attention_qkvpacked(**PackedCall(*call)._replace(attn_mask=attn_mask, is_causal=is_causal)._asdict())
     (qkv,) = autocast(qkv)
     query, key, value = unpack(qkv)
-    prepared = prepare_attention((query, key, value, *call[1:5], False, *call[5:]), True)
+    prepared = prepare_attention((query, key, value, *call[1:5], False, *call[5:7], None, *call[7:]), True)
     assert prepared is not None, "query, key and value of one packed tensor have one shape"
     args = _args_of(prepared, query, key, value, attn_mask, lengths)
     problem, chosen = prepared.problem, prepared.backend
@@ -316,43 +358,3 @@ def _packed_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:
     batch, tokens, _, heads, dim = call[0].shape
     shapes = (batch, tokens, heads, dim), (batch, heads, tokens)
     return call_on_shards(attention_qkvpacked, _PACKED_PLACED, call, (Dims(0, 2), BHTD), shapes)
-
-
-def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    lengths: Tensor | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    return_lse: bool = False,
-) -> str:
-    """Say which backend and configuration `attention` would use for these arguments, and why it would not use each of the
-    others.
-
-    Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, window, return_lse: as in `attention`. Only their
-            metadata is read, and nothing is computed.
-
-    Returns:
-        the call in one line, then a line for each backend in the order in which `auto` tries them; an arrow marks the one that runs.
-
-    Raises:
-        InvalidArgument: as `attention`.
-    """
-    if is_causal_bias(attn_mask):
-        attn_mask, is_causal = checked_unbiased(attn_mask, is_causal, query, key)
-    check_kinds(query=query, key=key, value=value, attn_mask=attn_mask, lengths=lengths)
-    query, key, value = autocast(query, key, value)
-    if must_broadcast(query, key, value, enable_gqa):
-        query, key, value = broadcast(query, key, value, enable_gqa)
-    needs_grad = gradient_needed(query, key, value, attn_mask)
-    problem = describe_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, needs_grad, window
-    )
-    return _explain(BACKENDS, problem)

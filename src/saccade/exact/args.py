@@ -25,6 +25,7 @@ class AttentionCall(NamedTuple):
     enable_gqa: bool
     lengths: Annotated[Tensor | None, BATCH]
     window: tuple | None
+    key_mask: Annotated[Tensor | None, BATCH]
     return_lse: bool
     backend: str
 
@@ -49,6 +50,7 @@ class AttentionArgs(NamedTuple):
     Shapes: query `[B, H, Tq, D]`, key and value `[B, Hkv, Tk, D]`, mask (bool, True = attend) and bias (float, added)
     broadcastable to `[B, H, Tq, Tk]`, or a bias for each of W windows (see `windows_of`), lengths int32 `[B]` (int64 too for
         backends in plain torch), seed int64 `[1]` (the Philox key; None without dropout).
+    A mask beside a bias is one of keys, `[B, 1, 1, Tk]`.
     window_left, window_right: of a sliding window, NO_LIMIT for none; a call with one has neither mask nor bias.
     launches: what the backend's launchers remember of calls that differ from this one only in their data; None for a call that
         was not prepared.

@@ -5,7 +5,8 @@ from saccade.exact.long.backend import LONG
 from saccade.exact.ragged.dense import DENSE
 from saccade.exact.reference import REFERENCE
 from saccade.exact.sdpa import SDPA
+from saccade.exact.shared_bias.backend import SHARED_BIAS
 from saccade.exact.short.backend import SHORT
 from saccade.exact.volta.backend import HALF_SUMS, VOLTA
 
-BACKENDS: tuple[Backend, ...] = (LONG, SHORT, VOLTA, HALF_SUMS, DENSE, SDPA, REFERENCE)
+BACKENDS: tuple[Backend, ...] = (LONG, SHORT, VOLTA, HALF_SUMS, SHARED_BIAS, DENSE, SDPA, REFERENCE)

@@ -164,6 +164,7 @@ def features_of(problem: Problem) -> str:
         (problem.mask == "bias", f"{form} bias{' gradient' if problem.bias_grad and problem.needs_grad else ''}"),
         (problem.dropout_p > 0, "dropout"),
         (problem.lengths, "lengths"),
+        (problem.key_mask, "key mask"),
         (problem.is_causal, "causal"),
     )
     return ", ".join([name for there, name in present if there])
@@ -199,6 +200,7 @@ def described(text: str, direction: str) -> Problem:
         mask_shape=tuple(map(int, shape.split("x"))) if shape else None,
         bias_grad=added.endswith("+grad") and direction == "fwd+bwd",
         lengths="lengths" in words,
+        key_mask="key_mask" in words,
         needs_grad=direction == "fwd+bwd",
         host_counts=False,
     )

@@ -29,5 +29,5 @@ def prepare_attention(call: tuple, packed: bool) -> Prepared | None:
     check_kinds(query=query, key=given.key, value=given.value, attn_mask=given.attn_mask, lengths=given.lengths)
     if must_broadcast(query, given.key, given.value, given.enable_gqa):
         return None
-    described = (*call[:_WINDOW], given.return_lse, packed, needs_grad, given.window)
+    described = (*call[:_WINDOW], given.return_lse, packed, needs_grad, given.window, given.key_mask)
     return prepare(signed, describe_attention, described, BACKENDS, given.backend)

@@ -7,11 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from saccade.engine.arguments import check_flag, check_mask, check_tensors
 from saccade.engine.kinds import check_kinds_but_sharded
 from saccade.engine.problem import Problem, compiled_or_captured, describe, replayed_by_cpp, shape_of_mask
-from saccade.engine.window import Window, check_alone, check_window, restricting
+from saccade.engine.window import Window, check_alone, check_window, restricting, shown_window
 from saccade.errors import InvalidArgument
 from saccade.exact.args import AttentionArgs, windows_of
+from saccade.exact.causal_bias import is_causal_bias
 from saccade.hardware import arch_of
 
 SHORT_TOKENS = 128  # the most tokens of the backend `short`; `long` takes longer rows, and shorter ones too
@@ -31,6 +33,7 @@ def describe_attention(
     packed: bool,
     needs_grad: bool,
     window: Window | None = None,
+    key_mask: Tensor | None = None,
 ) -> Problem:
     """Check the arguments of `attention` and describe the call; of windows with a bias for each, as the one batch that
     `in_one_batch` makes of them.
@@ -46,11 +49,44 @@ def describe_attention(
         check_alone(window, "attn_mask", attn_mask)
         # C++ replays no call with a window
         return replace(problem, window=restricting(window, problem.is_causal), host_counts=not compiled_or_captured(query))
+    if key_mask is not None:
+        # C++ replays no call with a bias and a mask of keys
+        problem = replace(problem, key_mask=True, host_counts=not compiled_or_captured(query))
     if attn_mask is None or not _has_bias_for_each_window(problem, tuple(attn_mask.shape)):
         return problem
     images, windows = problem.batch_shape
     problem = replace(problem, batch_shape=(images * windows,), rank=4, windows=windows, mask_shape=tuple(attn_mask.shape[-4:]))
     return replayed_by_cpp(problem, attn_mask)
+
+
+def with_key_mask(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, key_mask: Tensor, is_causal: bool, window: Window | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """(attn_mask, key_mask) of a call: one boolean mask and None, unless attn_mask is a bias, which a mask of keys stands beside.
+
+    Raises:
+        InvalidArgument: key_mask is not bool `[*batch, Tk]`, or stands beside what excludes it.
+    """
+    check_kinds_but_sharded(query=query, key=key, key_mask=key_mask)
+    check_tensors(query, key, key)
+    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+        kind = f"has dtype {key_mask.dtype}" if isinstance(key_mask, Tensor) else f"is a {type(key_mask).__name__}"
+        raise InvalidArgument(f"key_mask {kind}; it must be a bool torch.Tensor [B, Tk], True = visible, or None")
+    wanted = [*query.shape[:-3], key.shape[-2]] if query.dim() > 3 and key.dim() > 3 else None
+    if list(key_mask.shape) != wanted:
+        said = "query of rank 4 or more" if wanted is None else str(wanted)
+        raise InvalidArgument(f"key_mask has shape {list(key_mask.shape)}; it must be {said} for query {list(query.shape)}")
+    if key_mask.device != query.device:
+        raise InvalidArgument(f"key_mask is on {key_mask.device}, query on {query.device}; they must be the same")
+    if check_flag("is_causal", is_causal) or is_causal_bias(attn_mask):
+        raise InvalidArgument("key_mask and is_causal=True are both given; put both into attn_mask, or give lengths")
+    if (window := check_window(window)) is not None:
+        raise InvalidArgument(f"key_mask and {shown_window(window)} are both given; put both into attn_mask")
+    check_kinds_but_sharded(attn_mask=attn_mask)
+    if check_mask(query, key, attn_mask, False, query.shape[-3]) == "bias":
+        return attn_mask, key_mask
+    rows = key_mask[..., None, None, :]
+    return (rows if attn_mask is None else attn_mask & rows), None
 
 
 def problem_of(args: AttentionArgs, return_lse: bool = False) -> Problem:
@@ -76,6 +112,7 @@ def problem_of(args: AttentionArgs, return_lse: bool = False) -> Problem:
         is_causal=is_causal,
         dropout_p=0.0 if seed is None else dropout_p,
         mask=None if added is None else "bool" if bias is None else "bias",
+        key_mask=mask is not None and bias is not None,
         mask_shape=None if added is None else shape_of_mask(added),
         lengths=lengths is not None,
         return_lse=return_lse,

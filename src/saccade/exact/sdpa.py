@@ -100,7 +100,7 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
         mask = _of_rank(mask, problem.rank)
     if args.lengths is not None:
         real = _known_lengths(args, problem)
-        if real is not None and min(real) < max(real) and _rows_are_worth_it(problem):
+        if real is not None and min(real) < max(real) and _rows_are_worth_it(problem) and not problem.key_mask:
             added = mask if args.bias is None else _of_rank(args.bias, problem.rank).to(args.query.dtype)
             return _row_by_row(args, real, added, problem), None
         key, value, mask, is_causal = _within_lengths(args, args.lengths, real, mask)

@@ -15,6 +15,16 @@ def key_padding(mask: Tensor | None) -> Tensor | None:
     return mask[:, None, None, :].to(torch.bool)
 
 
+def visible_keys(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The keys that each batch row sees, bool `[B, Tk]`, where a boolean mask says no more than that; else None.
+
+    Beside a bias that batch rows share they need no tensor that has the bias of every row."""
+    rows = key_padding(mask)
+    if rows is None or rows.dtype != torch.bool or tuple(rows.shape[1:]) != (1, 1, key.shape[2]):
+        return None
+    return rows[:, 0, 0].expand(query.shape[0], -1)
+
+
 def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     """A mask and a bias as one bias."""
     if mask is None:

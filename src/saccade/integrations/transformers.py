@@ -28,7 +28,7 @@ from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL
 from saccade.exact.varlen.backends import BACKENDS as VARLEN_BACKENDS
 from saccade.hardware import has_package
 from saccade.integrations.borders import bordered, by_positions
-from saccade.integrations.mask_forms import key_padding, with_bias
+from saccade.integrations.mask_forms import key_padding, visible_keys, with_bias
 from saccade.integrations.packed_mask import PackedMask, packed_mask
 from saccade.integrations.registration import Registration
 from saccade.integrations.unformed import formed
@@ -232,9 +232,8 @@ def attention_forward(
     if isinstance(mask, PackedMask) and position_bias is None and backend in _PACKS and mask.holds_for(query, key):
         both = (mask.ends, mask.ends), (mask.longest, mask.longest)
         return _packed_attention(query, key, value, *both, dropout, True, scaling, backend, mask.window), None
-    window = None
-    if position_bias is None and backend in _TAKE_WINDOWS:
-        window = window_for(mask, query, key, cu_seq_lens_q, cu_seq_lens_k)
+    takes_window = position_bias is None and backend in _TAKE_WINDOWS
+    window = window_for(mask, query, key, cu_seq_lens_q, cu_seq_lens_k) if takes_window else None
     attention_mask = formed(mask) if window is None else None
     packed = _is_packed(query, key, attention_mask, position_bias, cu_seq_lens_q)
     # without a bound the whole row is one: every bucket of lengths is launched then
@@ -249,9 +248,10 @@ def attention_forward(
         return _packed_attention(query, key, value, ends, longest, dropout, causal, scaling, backend, window), None
     if cu_seq_lens_q is not None and cu_seq_lens_q.numel() > 2:
         attention_mask, causal = bordered(attention_mask, query, key, cu_seq_lens_q, cu_seq_lens_k, causal), False
-    call = _arguments(query, key, value, attention_mask, position_bias, causal)
+    seen = None if position_bias is None or causal else visible_keys(attention_mask, query, key)
+    call = _arguments(query, key, value, attention_mask if seen is None else None, position_bias, causal)
     options = dropout, call[4], scaling, query.shape[1] != key.shape[1]
-    return _tokens(attention(*call[:4], *options, window=window, backend=backend)), None
+    return _tokens(attention(*call[:4], *options, window=window, key_mask=seen, backend=backend)), None
 
 
 def nm_sparse_forward(

@@ -48,11 +48,21 @@ def _parameters(source: Source, kernel: str, macros: frozenset[str]) -> Paramete
 
 @functools.cache
 def _declared(source: Source, kernel: str) -> tuple[_Declared, ...]:
-    found = re.search(rf"__global__\s[^;{{}}]*?\b{re.escape(kernel)}\s*\((.*?)\)\s*\{{", source.text(), re.DOTALL)
-    if found is None:
+    listed = _list_of(source.text(), kernel)
+    if listed is None:
         raise InvalidArgument(f"{source.path.name} has no kernel {kernel}")
     about = f"kernel {kernel} of {source.path.name}"
-    return tuple(_read(piece, macro, about) for piece, macro in _pieces(_expanded(_COMMENT.sub("", found[1]), source), about))
+    return tuple(_read(piece, macro, about) for piece, macro in _pieces(_expanded(_COMMENT.sub("", listed), source), about))
+
+
+def _list_of(text: str, kernel: str) -> str | None:
+    """The text between the parentheses of a kernel, whose body begins with the first brace."""
+    for after in text.split("__global__")[1:]:
+        head = after.partition("{")[0]
+        before, opened, listed = head.partition(f" {kernel}(")
+        if opened and ";" not in before:
+            return listed.rpartition(")")[0]
+    return None
 
 
 def _pieces(text: str, about: str) -> list[tuple[str, str]]:

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from saccade.errors import SaccadeError
+
+
+class Sizes(NamedTuple):
+    """How much each part does: sentences that are embedded, and without padding; repeats of these, of attention, and of encoders."""
+
+    sentences: int
+    unpadded: int
+    passes: int
+    attention: int
+    encoders: int
+
+
+# a CPU of two cores takes less than a minute
+_GPU, _CPU, _QUICK = Sizes(400, 240, 3, 50, 20), Sizes(128, 64, 1, 3, 1), Sizes(32, 24, 1, 3, 1)
 
 
 def run(out: Path, quick: bool) -> None:
@@ -27,20 +42,21 @@ def run(out: Path, quick: bool) -> None:
 
     started, console, device = time.monotonic(), Console(), device_of(None)
     on_gpu = device.type == "cuda"
+    sizes = _QUICK if quick else _GPU if on_gpu else _CPU
     console.rule("The main job: sentences to embeddings")
-    outcomes = embedding.run(console, device, 96 if quick else 400, 1 if quick else 3)
+    outcomes = embedding.run(console, device, sizes.sentences, sizes.passes)
     console.rule("The main job without padding")
-    unpadded_rows = unpadded.run(console, device, 60 if quick else 240, 1 if quick else 3)
+    unpadded_rows = unpadded.run(console, device, sizes.unpadded, sizes.passes)
     console.rule("Dynamic masks against torch")
-    dynamic_rows = dynamic.run(console, device, quick)
+    dynamic_rows = dynamic.run(console, device, quick or not on_gpu)
     console.rule("Attention against torch")
-    measured = benchmark.run(console, device, 3 if quick else 50 if on_gpu else 15)
+    measured = benchmark.run(console, device, sizes.attention)
     if not on_gpu:
         console.print(
             "Near 1 is right here: both run torch's kernel, saccade after a few microseconds of checks. Its own kernels need a GPU."
         )
     console.rule("Reading only the CLS token")
-    cls_rows = cls_only.run(console, device, 1 if quick else 20 if on_gpu else 3)
+    cls_rows = cls_only.run(console, device, sizes.encoders)
     console.rule("This machine")
     console.print(backends_table(collect()["devices"]))
     if not on_gpu:

@@ -50,7 +50,7 @@ def _measure(layers: int, device: torch.device, repeats: int) -> list[Row]:
     torch.manual_seed(0)
     layer = EncoderLayer(_WIDTH, _HEADS, 4 * _WIDTH, dropout=0.0, activation="gelu", norm_first=True, device=device)
     encoder = Encoder(layer, layers)
-    batch = 256 if device.type == "cuda" else 4
+    batch = 256 if device.type == "cuda" else 2
     x = torch.randn(batch, _TOKENS, _WIDTH, device=device)
     lengths = torch.randint(_TOKENS // 4, _TOKENS + 1, (batch,), device=device)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from saccade.env import interpreting_environment
 from saccade.hardware import has_package
 
 _TIMEOUT_S = 120
-_SENTENCES = ["A saccade is a quick movement of both eyes between two points.", "Attention turns."]
+_SENTENCES = ["Both eyes turn quickly.", "Attention turns."]
 
 
 def sentences() -> list[str]:

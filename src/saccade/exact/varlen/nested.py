@@ -22,6 +22,7 @@ def attention_nested(
     enable_gqa: bool,
     lengths: Tensor | None,
     window: tuple[int | None, int | None] | None,
+    key_mask: Tensor | None,
     return_lse: bool,
     backend: str,
 ) -> Tensor:
@@ -31,7 +32,7 @@ def attention_nested(
         InvalidArgument: some of the tensors are not nested, not jagged, or ragged in another dim than the third; or a mask, lengths or the
             log-sum-exp is asked for, which have no nested form.
     """
-    for name, given in (("attn_mask", attn_mask), ("lengths", lengths)):
+    for name, given in (("attn_mask", attn_mask), ("lengths", lengths), ("key_mask", key_mask)):
         if given is not None:
             raise InvalidArgument(f"{name} is given with nested tensors, which have lengths of their own; it must be None")
     if return_lse:

@@ -30,6 +30,8 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
     if problem.windows:
         reasons.append(f"takes no bias for each of {problem.windows} windows, which the images share")
+    if problem.key_mask:
+        reasons.append("takes no key_mask beside a bias")
     if problem.last_strides != (1, 1, 1):
         reasons.append(f"needs a last stride of 1, got {problem.last_strides} for query, key and value")
     if not is_normal_scale(problem.scale):

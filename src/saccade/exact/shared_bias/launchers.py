@@ -1,0 +1,102 @@
+"""Launchers of the family, forward and backward: they allocate results, run the kernels and add up partial sums in order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.engine.layout import empty_like_heads, unpack
+from saccade.exact.args import AttentionArgs
+from saccade.exact.shared_bias import launches
+from saccade.exact.shared_bias.call import Given, SharedBiasCall, call_of, dense_last
+from saccade.exact.shared_bias.config import Config
+
+
+def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, Tensor]:
+    """out `[B, H, Tq, D]` laid out like query, lse float32 `[B, H, Tq]`."""
+    args = _with_dense_rows(args)
+    out = empty_like_heads(args.query)
+    lse = torch.empty(args.query.shape[:3], dtype=torch.float32, device=args.query.device)
+    if out.numel() == 0 or args.key.numel() == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    call = call_of(args, config, False)
+    launches.forward(call, call.given(args), out, lse)
+    return out, lse
+
+
+def backward(
+    args: AttentionArgs,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor,
+    *,
+    bias_grad: bool,
+    packed: Tensor | None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv (views of `packed` if given) and dbias."""
+    assert out is not None, "the backend saves out"
+    assert args.bias is not None, "the backend takes calls with a bias"
+    bias, args = args.bias, _with_dense_rows(args)
+    dq, dk, dv = (empty_like_heads(x) for x in args[:3]) if packed is None else unpack(packed)
+    if args.query.numel() == 0 or args.key.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(bias) if bias_grad else None
+    call, dout = call_of(args, config, bias_grad), dense_last(dout)
+    given = call.given(args)
+    numbers = launches.rows(call, given, dout, dlse, dense_last(out), lse)
+    launches.keys(call, given, dout, numbers, dk, dv)
+    if not bias_grad:
+        launches.queries(call, given, dout, numbers, dq)
+        return dq, dk, dv, None
+    if call.config.joined is None:
+        launches.queries(call, given, dout, numbers, dq)
+        dbias = alone(call, given, dout, numbers)
+    else:
+        dbias = joined(call, given, dout, numbers, dq)
+    return dq, dk, dv, _of_shape(dbias, bias)
+
+
+def alone(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor) -> Tensor:
+    """The gradient of the bias by a kernel of its own, float32 `[W, Hb, Tq, Tk]`."""
+    dbias = _sums(call, launches.bias_chunks(call))
+    launches.bias(call, given, dout, numbers, dbias)
+    return _total(dbias)
+
+
+def joined(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor, dq: Tensor) -> Tensor:
+    """The same by a kernel that computes dQ too."""
+    sections = launches.sections(call)
+    dbias = _sums(call, launches.joined_chunks(call))
+    if sections == 1:
+        launches.joined(call, given, dout, numbers, dq, 0, dbias)
+        return _total(dbias)
+    parts = torch.empty((sections, *dq.shape), dtype=torch.float32, device=dq.device)
+    launches.joined(call, given, dout, numbers, parts[0], parts.stride(0), dbias)
+    dq.copy_(parts.sum(0))
+    return _total(dbias)
+
+
+def _with_dense_rows(args: AttentionArgs) -> AttentionArgs:
+    rows = [dense_last(x) for x in args[:3]]
+    same = all(x is y for x, y in zip(rows, args[:3], strict=True))
+    # copies lie otherwise than the prepared call says
+    return args if same else args._replace(query=rows[0], key=rows[1], value=rows[2], launches=None)
+
+
+def _sums(call: SharedBiasCall, chunks: int) -> Tensor:
+    """Memory for the sums of each chunk, float32 `[Z, W, Hb, Tq, Tk]`."""
+    shape = (chunks, call.windows, call.bias_owners, call.q_len, call.kv_len)
+    return torch.empty(shape, dtype=torch.float32, device=call.device)
+
+
+def _total(dbias: Tensor) -> Tensor:
+    """The sum over chunks."""
+    return dbias[0] if dbias.shape[0] == 1 else dbias.sum(0)
+
+
+def _of_shape(total: Tensor, bias: Tensor) -> Tensor:
+    """The gradient in the shape and dtype of the bias: summed over the queries or keys that share a number."""
+    if total.shape != bias.shape:
+        total = total.sum_to_size((1,) * (4 - bias.dim()) + tuple(bias.shape)).view(bias.shape)
+    return total.to(bias.dtype)

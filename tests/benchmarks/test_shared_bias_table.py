@@ -1,0 +1,94 @@
+"""The table of biases that rows share: each call computes the same, and it runs on a CPU."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def table(load, monkeypatch):
+    made = load("tables.shared_bias")
+    monkeypatch.setattr(made, "DEVICE", "cpu")
+    return made
+
+
+def test_every_model_is_there(table):
+    assert len(set(table.SHAPES)) == len(table.SHAPES) == 16
+    assert {shape.tokens for shape in table.SHAPES if shape.model == "triangle"} == {128, 256, 384, 512, 768, 1024}
+    assert {shape.model for shape in table.SHAPES} == {"triangle", "T5", "Swin V2", "SwinUNETR"}
+
+
+def test_problems_are_described_as_calls_are(table):
+    masked = table.Shape("triangle", 6, 4, 10, 32, masked=True)
+    assert str(masked) == "attention(B=6 H=4 Tq=10 Tk=10 D=32 bf16 bias[1x4x10x10]+grad key_mask grad cpu)"
+    windows = table.Shape("SwinUNETR", 6, 3, 10, 16, windows=2)
+    assert str(windows) == "attention(B=6 H=3 Tq=10 Tk=10 D=16 bf16 bias[2x3x10x10]+grad windows=2 grad cpu)"
+
+
+def nvidia(monkeypatch):
+    """A stand-in of NVIDIA's function in plain torch."""
+    from saccade.integrations.triangle import triangle_attention
+
+    module = ModuleType("cuequivariance_torch")
+    module.triangle_attention = triangle_attention
+    monkeypatch.setitem(sys.modules, "cuequivariance_torch", module)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("windows", [0, 3])
+def test_every_call_computes_the_same(table, windows, masked, monkeypatch):
+    if windows and masked:
+        pytest.skip("not in the table")
+    nvidia(monkeypatch)
+    monkeypatch.setattr(table, "has_package", lambda name: True)
+    shape = table.Shape("small", 6, 2, 10, 8, windows, masked)
+    leaves = [x.detach().double().requires_grad_() for x in shape.leaves()]
+    mask, found = shape.mask(), {}
+    calls = table.calls_of(shape)
+    assert set(calls) == {"shared_bias", "ragged", "auto", "sdpa", "flex", *["cuequivariance"] * (not windows)}
+    for name in ("auto", "sdpa", "cuequivariance"):
+        if name in calls:
+            out = calls[name]()(*leaves)
+            found[name] = (out, *torch.autograd.grad(out.square().sum(), leaves))
+    scores = leaves[0] @ leaves[1].mT * 8**-0.5
+    places = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(scores.shape)]
+    out = torch.softmax(table.score_mod(shape, mask, leaves[3])(scores, *places), -1) @ leaves[2]
+    found["flex"] = (out, *torch.autograd.grad(out.square().sum(), leaves))
+    for results in found.values():
+        for x, want in zip(results, found["sdpa"], strict=True):
+            torch.testing.assert_close(x, want, rtol=1e-2, atol=1e-2)
+
+
+def test_it_runs(table, load, monkeypatch, timed_once, tmp_path):
+    rows = load("rows")
+
+    def timed(compute, leaves, dout, repeat_ms):
+        def both():
+            return torch.autograd.grad(compute(), leaves, dout)
+
+        return {direction: timed_once(both) for direction in ("fwd", "bwd", "fwd+bwd")}
+
+    def refused(*given):
+        raise NotImplementedError("not here")
+
+    shared = load("tables.short_ragged")
+    monkeypatch.setattr(shared, "time_directions", timed)
+    monkeypatch.setattr(shared, "NOT_RUN", (*shared.NOT_RUN, NotImplementedError, table.saccade.UnsupportedProblem))
+    monkeypatch.setattr(table, "stream_bandwidth", lambda: 4e9)
+    monkeypatch.setattr(table, "flex", refused)
+    monkeypatch.setattr(table, "has_package", lambda name: False)
+    monkeypatch.setattr(table, "SHAPES", [table.Shape("small", 4, 2, 10, 8, 0, True), table.Shape("windows", 4, 2, 10, 8, 2)])
+    table.run(rows.Writer(tmp_path / "shared_bias.csv", rows.machine()), 1)
+    found = list(csv.DictReader((tmp_path / "shared_bias.csv").open()))
+    # bfloat16 is what the interpreter does not compute
+    assert {(row["backend"], row["direction"]) for row in found} == {
+        (name, direction) for name in ("auto", "sdpa") for direction in ("fwd", "bwd", "fwd+bwd")
+    }
+    assert {row["note"] for row in found} == {"small", "windows"}
