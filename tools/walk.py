@@ -83,17 +83,21 @@ def _above(frame: FrameType | None) -> list[FrameType]:
 
 def calls() -> dict[str, Callable[[], Any]]:
     """A small call of each operation that Triton kernels compute on a CPU."""
-    rows = [torch.randn(1, 2, 32, 32, dtype=torch.float16) for _ in range(3)]
-    packed = [torch.randn(40, 2, 32, dtype=torch.float16) for _ in range(3)]
-    longer = [torch.randn(1, 2, 64, 64, dtype=torch.float16) for _ in range(3)]
+    query, key, value = torch.randn(3, 1, 2, 32, 32, dtype=torch.float16)
+    packed_query, packed_key, packed_value = torch.randn(3, 40, 2, 32, dtype=torch.float16)
+    long_query, long_key, long_value, scores = *torch.randn(3, 1, 2, 64, 64, dtype=torch.float16), torch.randn(1, 2, 64)
     ends = torch.tensor([0, 16, 40], dtype=torch.int32)
     return {
-        "attention": lambda: saccade.attention(*rows, backend="short"),
-        "attention_varlen": lambda: saccade.attention_varlen(*packed, ends, ends, 24, 24, backend="ragged"),
-        "dynamic_mask_attention": lambda: saccade.dynamic_mask_attention(
-            *longer, torch.randn(1, 2, 64), keep=16, is_causal=True, backend="gather"
+        "attention": lambda: saccade.attention(query, key, value, backend="short"),
+        "attention_varlen": lambda: saccade.attention_varlen(
+            packed_query, packed_key, packed_value, ends, ends, 24, 24, backend="ragged"
         ),
-        "nm_sparse_attention": lambda: saccade.nm_sparse_attention(*longer, pattern="2:4", backend="masked"),
+        "dynamic_mask_attention": lambda: saccade.dynamic_mask_attention(
+            long_query, long_key, long_value, scores, keep=16, is_causal=True, backend="gather"
+        ),
+        "nm_sparse_attention": lambda: saccade.nm_sparse_attention(
+            long_query, long_key, long_value, pattern="2:4", backend="masked"
+        ),
     }
 
 
