@@ -1,6 +1,6 @@
 """Times each kernel of `shared_bias` at candidate shapes: `python benchmarks/profile_shared_bias.py [--tokens 384] [--rows 384] [--heads 4] [--dim 32]`.
 
-The best of each kernel is printed with its shape, and last backward as a whole, with dQ and the gradient of the bias apart and joined. A shape that
+The best of each kernel is printed with its shape, and last backward as a whole. A shape that
 does not compile, or asks for too much shared memory, is left out.
 """
 
@@ -17,7 +17,7 @@ from saccade.errors import CompileError
 from saccade.exact.args import AttentionArgs
 from saccade.exact.shared_bias import launchers, launches
 from saccade.exact.shared_bias.call import SharedBiasCall
-from saccade.exact.shared_bias.config import Config, Joined, Shape, config_of
+from saccade.exact.shared_bias.config import Config, Shape, config_of
 from saccade.hardware import arch_of
 from saccade.launch.triton import pow2
 from saccade.testing.timing import measure
@@ -26,20 +26,9 @@ DEVICE = "cuda"
 
 
 def shapes() -> list[Shape]:
-    """Candidates of the kernels that are no joined one: 28, which compile in about a minute."""
+    """Candidates: 28, which compile in about a minute."""
     tiles = ((64, 64), (128, 64), (64, 128), (128, 128), (64, 32), (32, 64), (32, 128))
     return [Shape(*tile, warps, stages) for tile in tiles for warps in (4, 8) for stages in (2, 3)]
-
-
-def joined(kv_len: int) -> list[Joined]:
-    """Candidates of the joined kernel: as many keys in a section as registers may hold, all of them if that is not too many."""
-    whole = -(-kv_len // 64) * 64
-    sections = {min(whole, 256), min(whole, 512), whole if whole <= 768 else 512}
-    tiles = ((64, 64), (64, 32), (32, 64))
-    return [
-        Joined(*tile, section, 8, stages, holds)
-        for tile in tiles for section in sorted(sections) for stages in (1, 2) for holds in (False, True)
-    ]  # fmt: skip
 
 
 def best(name: str, candidates: list, run: Callable[[object], Callable[[], object]]) -> tuple[float, object]:
@@ -92,19 +81,11 @@ def main(arguments: list[str] | None = None) -> None:
     )
     apart = best(
         "dbias", list(itertools.product(shapes(), (1, 2, 4))),
-        lambda one: _of(launchers.alone, with_(bias=one[0], programs=one[1]), given_, dout, numbers),
+        lambda one: _of(launchers.bias_gradient, with_(bias=one[0], programs=one[1]), given_, dout, numbers),
     )  # fmt: skip
-    together = best(
-        "dQ and dbias", list(itertools.product(joined(given.tokens), (1,))),
-        lambda one: _of(launchers.joined, with_(joined=one[0], programs=one[1]), given_, dout, numbers, dq),
-    )  # fmt: skip
-    print(f"dQ and dbias apart {queries[0] + apart[0]:.4f} ms, joined {together[0]:.4f} ms; delta {rows[0]:.4f} ms")
-    chosen = Config(forward[1], keys[1], queries[1], *apart[1][:1], None, apart[1][1])
-    for found in (chosen, replace(chosen, joined=together[1][0], programs=together[1][1])):
-        whole = measure(
-            lambda c=found: launchers.backward(args, dout, None, out, lse, bias_grad=True, packed=None, config=c), DEVICE
-        )
-        print(f"backward as a whole {whole.p50:.4f} ms: {found}")
+    chosen = Config(forward[1], keys[1], queries[1], apart[1][0], programs=apart[1][1])
+    whole = measure(lambda: launchers.backward(args, dout, None, out, lse, bias_grad=True, packed=None, config=chosen), DEVICE)
+    print(f"delta {rows[0]:.4f} ms; backward as a whole {whole.p50:.4f} ms: {chosen}")
 
 
 if __name__ == "__main__":

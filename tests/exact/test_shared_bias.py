@@ -17,7 +17,7 @@ from saccade.exact.problem import describe_attention
 from saccade.exact.shared_bias import launchers
 from saccade.exact.shared_bias.backend import FEWEST_PAIRS, SHARED_BIAS
 from saccade.exact.shared_bias.call import SharedBiasCall
-from saccade.exact.shared_bias.config import Config, Joined, Shape, config_of, forced
+from saccade.exact.shared_bias.config import Config, Shape, config_of, forced
 from saccade.exact.testing.cases import ATTENTION
 from saccade.exact.testing.check import check_attention
 from saccade.testing.cases import Case
@@ -25,13 +25,10 @@ from saccade.testing.inputs import Inputs
 from saccade.testing.judge import report
 
 SMALL_SHAPES = (Shape(32, 32, 4, 1),) * 4
-# the forms of backward, in small tiles: dQ and the gradient of the bias apart; joined, with all keys in a section, and with several sections
+# the forms of backward, in small tiles
 FORMS = {
     "apart": Config(*SMALL_SHAPES, programs=64),
-    "joined": Config(*SMALL_SHAPES, Joined(32, 32, 256, 4, 1), programs=16),
     "turned": Config(*SMALL_SHAPES, turns=True),
-    "held": Config(*SMALL_SHAPES, Joined(16, 32, 256, 4, 1, holds_bias=True)),
-    "sections": Config(*SMALL_SHAPES, Joined(32, 16, 64, 4, 1), programs=64),
 }
 
 
@@ -138,15 +135,6 @@ def test_chunks_take_every_row_once():
             assert chunks <= programs
 
 
-def test_sections_take_every_key_once():
-    for kv_len in (1, 64, 65, 129, 384, 1024):
-        for section in (64, 256, 512):
-            shape = Joined(64, 64, section)
-            tiles, sections = shape.tiles(kv_len)
-            assert tiles * 64 <= section
-            assert tiles * (sections - 1) * 64 < kv_len <= tiles * sections * 64
-
-
 def test_the_gradient_of_a_bias_that_many_rows_share():
     """Rows are added up in float32: in 16 bits the sum of 300 would be off by a hundredth."""
     args, dout = record(rows=300, tokens=4, keys=6, heads=1, dtype=torch.float16)
@@ -186,7 +174,7 @@ def test_a_bias_whose_heads_lie_inside_of_its_keys():
 FAR = [-math.inf, -65504.0, -3.4e38, 3e38, 1e9, -1e9, 3000.0]
 
 
-@pytest.mark.parametrize("form", ["apart", "sections"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("value", FAR)
 def test_far_biases_mean_what_the_reference_means(value, form):
     torch.manual_seed(1)
@@ -358,26 +346,24 @@ def test_auto_takes_what_torch_reads_again_for_each_row():
 
 def test_a_configuration_can_be_forced():
     usual = config_of(32, 2, 90)
-    with forced(FORMS["sections"]):
-        assert config_of(32, 2, 90) is FORMS["sections"]
-        assert "section=64" in str(SHARED_BIAS.form(described()))
+    with forced(FORMS["turned"]):
+        assert config_of(32, 2, 90) is FORMS["turned"]
+        assert "turned" in str(SHARED_BIAS.form(described()))
     assert config_of(32, 2, 90) == usual
     assert "dbias" in str(SHARED_BIAS.form(described()))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["apart", "joined", "held", "sections"])
+@pytest.mark.parametrize("form", ["apart", "turned"])
 @pytest.mark.parametrize(("tokens", "rows", "dim"), [(384, 24, 32), (512, 8, 64), (343, 16, 32), (1024, 6, 32), (200, 6, 128)])
 def test_sizes_of_models(tokens, rows, dim, form):
-    """At the library's shapes, with a mask of keys; joined with as many keys in a section as registers hold."""
+    """At the library's shapes, with a mask of keys."""
     query, key, value = (torch.randn(rows, tokens, 4, dim, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
     bias = torch.randn(1, 4, tokens, tokens, device=DEVICE, dtype=torch.bfloat16)
     seen = torch.rand(rows, tokens, device=DEVICE) < 0.8
     leaves = [x.requires_grad_() for x in (query, key, value, bias)]
     config = config_of(dim, 2, torch.cuda.get_device_capability()[0] * 10)
-    if form != "apart":
-        config = replace(config, joined=Joined(64, 64, 192 if form == "sections" else 512, 8, 2, form == "held"))
-    with forced(config):
+    with forced(replace(config, turns=form == "turned")):
         found = differentiated(leaves, key_mask=seen, backend="shared_bias")
     expected = differentiated([x.detach().double().requires_grad_() for x in leaves], key_mask=seen, backend="reference")
     for x, want in zip(found, expected, strict=True):

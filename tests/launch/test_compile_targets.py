@@ -392,10 +392,10 @@ def token_rows(arch: int) -> list[dict]:
     return rows
 
 
-# Tq = Tk, D, dtype, shape of the bias, features, kernel of dQ and dbias
+# Tq = Tk, D, dtype, shape of the bias, features
 SHARED_BIAS = [
-    (384, 32, "bfloat16", (1, 4), (), "apart"), (384, 32, "bfloat16", (1, 4), ("mask",), "joined"), (300, 64, "float16", (2, 1), ("lengths", "dlse", "dropout"), "apart"),
-    (256, 128, "bfloat16", (20, 4), ("grouped",), "apart"), (256, 64, "bfloat16", (1, 4), ("turned",), "held"), (130, 32, "float32", (1, 4), ("mask",), "apart"),
+    (384, 32, "bfloat16", (1, 4), ()), (384, 32, "bfloat16", (1, 4), ("mask",)), (300, 64, "float16", (2, 1), ("lengths", "dlse", "dropout")),
+    (256, 128, "bfloat16", (20, 4), ("grouped",)), (256, 64, "bfloat16", (1, 4), ("turned",)), (130, 32, "float32", (1, 4), ("mask",)),
 ]  # fmt: skip
 
 
@@ -405,12 +405,12 @@ def shared_bias_rows(arch: int) -> list[dict]:
 
     from saccade.exact.args import AttentionArgs
     from saccade.exact.shared_bias import call, launchers, launches
-    from saccade.exact.shared_bias.config import Joined, config_of
+    from saccade.exact.shared_bias.config import config_of
 
     call.arch_of, call.multiprocessors = lambda device: arch, lambda device: 132
     recorders = [Recorder(launches, name) for name in list(vars(launches)) if name.endswith("_kernel")]
     rows = []
-    for tokens, dim, dtype, shared, features, form in sampled(SHARED_BIAS, arch, {0, 1}):
+    for tokens, dim, dtype, shared, features in sampled(SHARED_BIAS, arch, {0, 1}):
         make = functools.partial(torch.empty, device="meta")
         query, key, value, out, dout = (
             make(20, tokens, 2 if "grouped" in features and place in (1, 2) else 4, dim, dtype=getattr(torch, dtype)).transpose(
@@ -425,18 +425,6 @@ def shared_bias_rows(arch: int) -> list[dict]:
             make(1, dtype=torch.int64) if "dropout" in features else None, 0.1 if "dropout" in features else 0.0, False, dim**-0.5,
         )  # fmt: skip
         config = replace(config_of(dim, query.element_size(), arch), turns="turned" in features)
-        if form != "apart":
-            config = replace(
-                config,
-                joined=Joined(
-                    32 if arch in (80, 120) else 64,
-                    64,
-                    128 if form == "held" else 384,
-                    8,
-                    1 if arch == 120 else 2,
-                    form == "held",
-                ),
-            )
         launchers.forward(args, config)
         launchers.backward(args, dout, lse if "dlse" in features else None, out, lse, bias_grad=True, packed=None, config=config)
         name = "shared bias-float32" if dtype == "float32" else "shared bias features" if features else "shared bias"

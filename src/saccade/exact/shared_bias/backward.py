@@ -4,11 +4,8 @@
     dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K, dbias = sum of dS over the rows and heads that share it
 
 `rows_kernel` leaves three numbers of each query. `keys_kernel` owns a tile of keys and walks the queries, with scores held keys down, so that
-P and dS are left factors of dV and dK as they are. Then either one kernel or two:
-
-    apart    `queries_kernel` owns a tile of queries of a row and walks the keys; `bias_kernel` owns a tile of the bias and walks the rows
-    joined   `joined_kernel` owns a tile of queries and a section of keys, and walks the rows: dS serves dQ and dbias, which saves two products
-             and an exponential for each pair. The sums of a section stay in registers.
+P and dS are left factors of dV and dK as they are. `queries_kernel` owns a tile of queries of a row and walks the keys. `bias_kernel`
+(`bias_gradient.py`) owns a tile of the bias and walks the rows.
 
 No atomics: each sum is complete in one program, or a float32 part of it that torch adds up in order.
 """

@@ -16,7 +16,6 @@ from saccade.exact.shared_bias.tiles import (
     load_rows,
     score_gradients,
     seen_keys,
-    store_rows,
 )
 
 
@@ -91,85 +90,3 @@ def bias_kernel(
             PRECISION,
         )
     _store_sum(dbias, matrix, first, first_key, q_len, kv_len, found, TILE_Q, TILE_K)
-
-
-@triton.jit
-def joined_kernel(
-    query, key, value, bias, lengths, visible, seed, dout, numbers, dquery, dbias, q_strides, k_strides, v_strides, dout_strides, dq_strides,
-    section_stride, bias_strides, visible_stride, windows, heads, owners, q_len, kv_len, head_dim, scale, dropout_p, step, members, chunk, sections,
-    GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILES: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    HAS_VISIBLE: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN: tl.constexpr, HOLDS: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr, MASK_D: tl.constexpr, WIDE: tl.constexpr,
-    WIDE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dbias, float32 `[Z, W, Hb, Tq, Tk]`, of a tile of queries and a section of TILES tiles of keys over a chunk of its members, and dQ of all of
-    them: complete if the section holds all keys, else a float32 part, `section_stride` apart.
-
-    HOLDS: the bias stays in registers in its own dtype, and is not read again for each row.
-    """
-    q_tiles = tl.cdiv(q_len, TILE_Q)
-    first, left = tl.program_id(0) % q_tiles * TILE_Q, tl.program_id(0) // q_tiles
-    section, matrix = left % sections, left // sections
-    owner, w, z = matrix % owners, matrix // owners % windows, matrix // owners // windows
-    first_key = section * (TILES * TILE_K)
-    pairs = bias_of(bias, bias_strides, w, owner, windows)
-    masked: tl.constexpr = not EVEN or HAS_LENGTHS
-    sums, held = (), ()
-    for t in tl.static_range(TILES):
-        sums = sums + (tl.zeros((TILE_Q, TILE_K), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005 (Triton unpacks no tuple)
-        if HOLDS:
-            held = held + (  # type: ignore[assignment]  # noqa: RUF005
-                load_bias(
-                    pairs, bias_strides, first, first_key + t * TILE_K, q_len, kv_len, TILE_Q, TILE_K, not PADDED, False, UNIT, WIDE_BIAS
-                ),
-            )  # fmt: skip
-    for number in tl.range(z * chunk, tl.minimum(z * chunk + chunk, members)):
-        b, h = _member(number, w, owner, windows, heads, owners)
-        limit = length_of(lengths, b, kv_len, HAS_LENGTHS)
-        drop = (seed, b * heads + h, dropout_p)
-        keys, values = base_of(key, k_strides, b, h // GROUP), base_of(value, v_strides, b, h // GROUP)
-        q = load_rows(base_of(query, q_strides, b, h), q_strides[2], first, q_len, head_dim, TILE_Q, BLOCK_D, True, MASK_D, WIDE)
-        do = load_rows(
-            base_of(dout, dout_strides, b, h), dout_strides[2], first, q_len, head_dim, TILE_Q, BLOCK_D, True, MASK_D, WIDE
-        )
-        shift, inverse, terms = load_numbers(numbers, b * heads + h, step, first, q_len, TILE_Q)
-        dq = tl.zeros((TILE_Q, BLOCK_D), tl.float32)
-        new_sums = ()
-        for t in tl.static_range(TILES):
-            start = first_key + t * TILE_K
-            k = load_rows(keys, k_strides[2], start, limit, head_dim, TILE_K, BLOCK_D, masked, MASK_D, WIDE)
-            v = load_rows(values, v_strides[2], start, limit, head_dim, TILE_K, BLOCK_D, masked, MASK_D, WIDE)
-            if HOLDS:
-                added = held[t]  # type: ignore[var-annotated]
-            else:
-                added = load_bias(
-                    pairs, bias_strides, first, start, q_len, kv_len, TILE_Q, TILE_K, not PADDED, False, UNIT, WIDE_BIAS
-                )
-            seen = seen_keys(visible, visible_stride, b, start, limit, TILE_K, HAS_VISIBLE)
-            dscores = score_gradients(
-                q,
-                k,
-                v,
-                do,
-                added,
-                shift,
-                inverse,
-                terms,
-                seen,
-                scale,
-                drop,
-                first,
-                start,
-                kv_len,
-                TILE_Q,
-                TILE_K,
-                masked or HAS_VISIBLE,
-                HAS_DROPOUT,
-                PRECISION,
-            )
-            new_sums = new_sums + (sums[t] + dscores,)  # type: ignore[assignment]  # noqa: RUF005
-            dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
-        sums = new_sums
-        part = base_of(dquery, dq_strides, b, h) + section.to(tl.int64) * section_stride
-        store_rows(part, dq_strides[2], first, q_len, head_dim, dq * scale, TILE_Q, BLOCK_D, MASK_D, WIDE)
-    for t in tl.static_range(TILES):
-        _store_sum(dbias, matrix, first, first_key + t * TILE_K, q_len, kv_len, sums[t], TILE_Q, TILE_K)

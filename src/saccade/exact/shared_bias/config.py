@@ -23,30 +23,8 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Joined:
-    """The shape of the kernel that joins dQ and the gradient of the bias.
-
-    section: keys whose sums a program holds, at most; a multiple of tile_k. holds_bias: the bias stays in registers.
-    """
-
-    tile_q: int
-    tile_k: int
-    section: int
-    warps: int = 8
-    stages: int = 2
-    holds_bias: bool = False
-
-    def tiles(self, kv_len: int) -> tuple[int, int]:
-        """(tiles of keys in a section, sections) for so many keys: sections of about one size."""
-        tiles = -(-kv_len // self.tile_k)
-        sections = -(-tiles * self.tile_k // self.section)
-        each = -(-tiles // sections)
-        return each, -(-tiles // each)
-
-
-@dataclass(frozen=True)
 class Config:
-    """The shapes of a call. joined: None computes dQ (`queries`) and the gradient of the bias (`bias`) apart.
+    """The shapes of a call, of each kernel.
 
     programs: that a multiprocessor is given of the kernel that sums the gradient of the bias; they share the rows.
     turns: whether dK and dV read a copy of a shared bias with the queries of a key side by side, as their scores lie.
@@ -56,20 +34,19 @@ class Config:
     keys: Shape
     queries: Shape
     bias: Shape
-    joined: Joined | None = None
     programs: int = 2
     turns: bool = False
 
     def __str__(self) -> str:
         turned = ", bias turned for dK and dV" if self.turns else ""
-        return f"forward {self.forward}, dK and dV {self.keys}, dQ {self.queries}, dbias {self.joined or self.bias}{turned}"
+        return f"forward {self.forward}, dK and dV {self.keys}, dQ {self.queries}, dbias {self.bias}{turned}"
 
 
-# D up to -> shapes in 16 bits. Those of D = 32 and 64 are candidates of a search on one H100 whose table is not committed; the others were chosen by
-# what the compiler says of registers.
+# D up to -> shapes in 16 bits. Those of D = 32 and 64 are the best of some thirty on one H100, 128 to 1,024 tokens; the others were chosen by what the
+# compiler says of registers.
 TABLE = {
-    32: Config(Shape(128, 64, 4, 3), Shape(64, 64, 4, 2), Shape(128, 64, 8, 2), Shape(64, 64, 4, 3)),
-    64: Config(Shape(128, 64, 8, 3), Shape(64, 64, 4, 2), Shape(64, 64, 4, 2), Shape(64, 64, 4, 2)),
+    32: Config(Shape(64, 64, 4, 3), Shape(32, 64, 4, 3), Shape(64, 64, 4, 3), Shape(128, 64, 4, 3)),
+    64: Config(Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 4, 3), Shape(64, 64, 4, 3)),
     128: Config(Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 4, 2), Shape(64, 64, 8, 1)),
 }
 # without wgmma, whose accumulators leave more registers: sm_80, and with 99 KiB of shared memory sm_86, sm_89 and sm_120

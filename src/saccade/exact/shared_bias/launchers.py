@@ -46,34 +46,14 @@ def backward(
     given = call.given(args)
     numbers = launches.rows(call, given, dout, dlse, dense_last(out), lse)
     launches.keys(call, given, dout, numbers, dk, dv)
-    if not bias_grad:
-        launches.queries(call, given, dout, numbers, dq)
-        return dq, dk, dv, None
-    if call.config.joined is None:
-        launches.queries(call, given, dout, numbers, dq)
-        dbias = alone(call, given, dout, numbers)
-    else:
-        dbias = joined(call, given, dout, numbers, dq)
-    return dq, dk, dv, _of_shape(dbias, bias)
+    launches.queries(call, given, dout, numbers, dq)
+    return dq, dk, dv, _of_shape(bias_gradient(call, given, dout, numbers), bias) if bias_grad else None
 
 
-def alone(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor) -> Tensor:
-    """The gradient of the bias by a kernel of its own, float32 `[W, Hb, Tq, Tk]`."""
+def bias_gradient(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor) -> Tensor:
+    """The gradient of the bias, float32 `[W, Hb, Tq, Tk]`."""
     dbias = _sums(call, launches.bias_chunks(call))
     launches.bias(call, given, dout, numbers, dbias)
-    return _total(dbias)
-
-
-def joined(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor, dq: Tensor) -> Tensor:
-    """The same by a kernel that computes dQ too."""
-    sections = launches.sections(call)
-    dbias = _sums(call, launches.joined_chunks(call))
-    if sections == 1:
-        launches.joined(call, given, dout, numbers, dq, 0, dbias)
-        return _total(dbias)
-    parts = torch.empty((sections, *dq.shape), dtype=torch.float32, device=dq.device)
-    launches.joined(call, given, dout, numbers, parts[0], parts.stride(0), dbias)
-    dq.copy_(parts.sum(0))
     return _total(dbias)
 
 

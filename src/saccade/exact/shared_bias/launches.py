@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from saccade.exact.shared_bias.backward import keys_kernel, queries_kernel, rows_kernel
-from saccade.exact.shared_bias.bias_gradient import bias_kernel, joined_kernel
+from saccade.exact.shared_bias.bias_gradient import bias_kernel
 from saccade.exact.shared_bias.call import Given, SharedBiasCall
-from saccade.exact.shared_bias.config import Joined, Shape
+from saccade.exact.shared_bias.config import Shape
 from saccade.exact.shared_bias.forward import forward_kernel
 from saccade.launch.triton import launch
 
@@ -19,7 +19,7 @@ def _tiles(extent: int, tile: int) -> int:
     return -(-extent // tile)
 
 
-def _options(shape: Shape | Joined) -> dict[str, Any]:
+def _options(shape: Shape) -> dict[str, Any]:
     return {"num_warps": shape.warps, "num_stages": shape.stages}
 
 
@@ -126,45 +126,3 @@ def bias(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor, dbia
 
     tensors = (*given, dout, numbers, dbias)
     launch(bias_kernel, *_with(call.once("bias", strides, plan), tensors), **_options(shape))
-
-
-def _joined_shape(call: SharedBiasCall) -> Joined:
-    assert call.config.joined is not None, "the configuration has a joined kernel"
-    return call.config.joined
-
-
-def sections(call: SharedBiasCall) -> int:
-    """Sections of keys of the joined kernel."""
-    return _joined_shape(call).tiles(call.kv_len)[1]
-
-
-def _joined_programs(call: SharedBiasCall) -> int:
-    return call.windows * call.bias_owners * sections(call) * _tiles(call.q_len, _joined_shape(call).tile_q)
-
-
-def joined_chunks(call: SharedBiasCall) -> int:
-    """Chunks into which `joined` divides the rows that share a bias."""
-    return call.chunks(_joined_programs(call))[1]
-
-
-def joined(
-    call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor, dq: Tensor, section_stride: int, dbias: Tensor
-) -> None:
-    """dQ, or the part of each section, and the gradient of the bias, float32 `[Z, W, Hb, Tq, Tk]`."""
-    shape, strides = _joined_shape(call), _strides(dout, dq)
-
-    def plan() -> tuple[int, tuple]:
-        used, (tiles, count) = (*call.inputs, *strides), shape.tiles(call.kv_len)
-        chunk, chunks = call.chunks(_joined_programs(call))
-        padded, *last = call.last(used)
-        # a section may reach beyond the columns of a bias that has some for whole tiles
-        padded, even = padded and tiles * count * shape.tile_k <= call.columns, call.kv_len == tiles * count * shape.tile_k
-        counts = (numbers.stride(0), call.members, chunk, count)
-        constants = (
-            call.group, shape.tile_q, shape.tile_k, tiles, call.block_d, *call.has, even, shape.holds_bias, padded, *last
-        )  # fmt: skip
-        every = (*used, section_stride, *call.numbers, call.bias_owners, *_sizes(call), *counts, *constants)
-        return chunks * _joined_programs(call), every
-
-    tensors = (*given, dout, numbers, dq, dbias)
-    launch(joined_kernel, *_with(call.once("joined", strides, plan), tensors), **_options(shape))
