@@ -33,11 +33,14 @@ def _nothing(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tenso
 
 
 def _packed_peer(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, cu_seq_lens_q: Tensor, max_length_q: int, **kwargs: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, cu_seq_lens_q: Tensor, max_length_q: int,
+    sliding_window: int | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:  # fmt: skip
     function = fa4_packed if has_package("flash_attn") else torch_packed
     tokens = (x[0].transpose(0, 1) for x in (query, key, value))
-    return function(*tokens, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q).unsqueeze(0), None
+    # ModernBERT hands over one more than the keys on each side
+    options = {} if sliding_window is None else {"window": (sliding_window - 1, sliding_window - 1)}
+    return function(*tokens, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **options).unsqueeze(0), None
 
 
 def _mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

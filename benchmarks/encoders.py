@@ -34,7 +34,7 @@ class Architecture:
     @property
     def is_text(self) -> bool:
         """Whether it reads tokens; else it reads images."""
-        return self.kind in ("Bert", "XLMRoberta")
+        return self.kind in ("Bert", "XLMRoberta", "ModernBert")
 
     @property
     def tokens(self) -> int:
@@ -64,6 +64,11 @@ MINILM = Architecture(
 BERT = Architecture("BERT-base", "Bert", _BASE, "first", {"add_pooling_layer": False})
 XLMR = Architecture(
     "XLM-R-base", "XLMRoberta", {**_BASE, "vocab_size": 30522, "pad_token_id": 0, "max_position_embeddings": 514}, "mean", {"add_pooling_layer": False},
+)  # fmt: skip
+# its own 22 layers, windows of +-64 in two of three, and rotary positions
+MODERN = Architecture(
+    "ModernBERT-base", "ModernBert",
+    {"vocab_size": 30522, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}, "mean",
 )  # fmt: skip
 _IMAGE = {"image_size": 224, "patch_size": 16}
 VIT = Architecture("ViT-B/16", "ViT", {**_BASE, **_IMAGE}, "first", {"add_pooling_layer": False})

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.hardware import has_package
 
+Window = tuple[int, int] | None
 SDPA = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -42,18 +43,21 @@ def peers(with_fa4: bool = True) -> dict[str, Callable[..., Tensor]]:
     return found
 
 
-def fa4_packed(query: Tensor, key: Tensor, value: Tensor, offsets_q: Tensor, offsets_k: Tensor, max_q: int, max_k: int) -> Tensor:
-    """FlashAttention-4 on packed sequences, `[T, H, D]`."""
+def fa4_packed(
+    query: Tensor, key: Tensor, value: Tensor, offsets_q: Tensor, offsets_k: Tensor, max_q: int, max_k: int, window: Window = None
+) -> Tensor:
+    """FlashAttention-4 on packed sequences, `[T, H, D]`. window: (left, right)."""
     from flash_attn.cute.interface import flash_attn_varlen_func
 
+    options = {} if window is None else {"window_size": window}
     out = flash_attn_varlen_func(
-        query, key, value, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=max_q, max_seqlen_k=max_k
+        query, key, value, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=max_q, max_seqlen_k=max_k, **options
     )
     return out[0] if isinstance(out, tuple) else out
 
 
-def torch_packed(*call) -> Tensor:
+def torch_packed(*call, window: Window = None) -> Tensor:
     """torch's function for packed sequences, with the arguments of `fa4_packed`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(*call)
+    return varlen_attn(*call, **({} if window is None else {"window_size": window}))

@@ -1,7 +1,7 @@
 """The committed results that are older than the kernels that they measure: `python benchmarks/run.py --stale`.
 
 A row names the commit at which it was measured. Kernels, and the code that shapes their launches, are compared as code: comments, docstrings, blank
-lines, imports and names that changed (`RENAMED`) do not count. A file that was only moved has not changed, nor has one whose definitions
+lines, imports, names that changed (`RENAMED`) and parameter lists of CUDA kernels in Python do not count: the kernel's source has its list. A file that was only moved has not changed, nor has one whose definitions
 came from other files of its wing. The host's part of a call is not compared, except for whole encoders.
 """
 
@@ -61,6 +61,9 @@ RENAMED = {
     )},
 }  # fmt: skip
 _RENAMED_WORDS = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, RENAMED))})(?!\w)")
+
+# names of parameter lists, and what took one before it was read from the source; `CudaLaunch` is compared as `Call`
+_LISTS, _TAKE_LISTS = re.compile(r"(?:\w+_)?PARAMETERS|parameters"), ("Call", "load")
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ def definitions_of(text: str, name: str) -> frozenset[str]:
 
 
 class _Code(ast.NodeTransformer):
-    """Leaves docstrings, imports and blocks for type checkers out."""
+    """Leaves docstrings, imports, blocks for type checkers and parameter lists out."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -187,10 +190,22 @@ class _Code(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         return None
 
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        return None if all(_is_list(target) for target in node.targets) else self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Name) and node.func.id in _TAKE_LISTS:
+            node.args = [x for x in node.args if not _is_list(x)]
+        return self.generic_visit(node)
+
     def visit_If(self, node: ast.If) -> ast.AST | None:
         if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             return None
         return self.generic_visit(node)
+
+
+def _is_list(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and _LISTS.fullmatch(node.id) is not None
 
 
 def report(found: list[Verdict]) -> None:

@@ -1,7 +1,7 @@
 """Prose that has to be read twice: `python -m tools.prose [FILE ...]`, part of `make lint`.
 
 It reads comments, docstrings and pages, and reports sentences that begin with Of, What, Who, Where or Which, and phrases that have a plainer form.
-Headings, tables, code and logs are left out; questions are allowed.
+Headings, tables, code and logs are left out; questions are allowed. In the pages of `SHORT` it also reports sentences of more than 25 words.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 _HEAD = re.compile(r"(?:^|(?<=[.!?:] )|(?<=[.!?:]\n))(?:[*-] |\d+\. )?\**(Of|What|Who|Where|Which)\b[^.?!]*(?:[.!:]|$)")
 # a phrase -> its plainer form
 PLAINER = {"makes again": "replays", "make again": "replay", "gives way": "falls back", "give way": "fall back"}
+# pages whose sentences are counted -> the section that is read, or the whole
+SHORT = {"DESIGN.md": "", "CONTRIBUTING.md": "", "docs/decisions/*.md": "", "CHANGELOG.md": "Unreleased"}
+MOST_WORDS = 25
+_LINK, _CODE = re.compile(r"!?\[([^\]]*)\]\([^)]*\)"), re.compile(r"`[^`]*`")
+_SENTENCE_END, _HEADING = re.compile(r"[.?!][*\"')]*\s+"), re.compile(r"## (.+)")
+_WORD = re.compile(r"[^\s*]*\w[^\s*]*")
 _PHRASE = re.compile(rf"\b({'|'.join(PLAINER)})\b", re.IGNORECASE)
 
 
@@ -32,6 +38,33 @@ def findings(path: Path) -> Iterator[tuple[int, str]]:
             )
         for match in _PHRASE.finditer(text):
             yield line + text[: match.start()].count("\n"), f"say {PLAINER[match[1].lower()]!r} for {match[1]!r}"
+    if path.resolve().is_relative_to(ROOT):
+        name = path.resolve().relative_to(ROOT)
+        for section in [section for pattern, section in SHORT.items() if name.match(pattern)]:
+            yield from long_sentences(path.read_text(encoding="utf-8"), section)
+
+
+def long_sentences(text: str, section: str = "") -> Iterator[tuple[int, str]]:
+    """(line, how long the sentence is) for each of more than `MOST_WORDS` words, in one section of a page or in all of it.
+
+    A piece of code is one word; an address is none.
+    """
+    for line, paragraph in _of_markdown(text):
+        if section and _section_at(text, line) != section:
+            continue
+        plain = _LINK.sub(r"\1", _CODE.sub("code", paragraph))
+        start = 0
+        for end in [*(found.end() for found in _SENTENCE_END.finditer(plain)), len(plain)]:
+            sentence = plain[start:end]
+            if (words := len(_WORD.findall(sentence))) > MOST_WORDS:
+                yield line + plain[:start].count("\n"), f"a sentence of {words} words: {' '.join(sentence.split())[:70]}"
+            start = end
+
+
+def _section_at(text: str, line: int) -> str:
+    """The heading of the second level above a line."""
+    above = [found[1] for found in map(_HEADING.match, text.splitlines()[:line]) if found]
+    return above[-1] if above else ""
 
 
 def prose_of(path: Path) -> Iterator[tuple[int, str]]:

@@ -5,7 +5,7 @@ a corpus sorted by length. Training rows run from a padded batch on the host to 
 AdamW and dropout as configured. Problems name the dtype of the weights, or autocast.
 
 Backends: `stock` is transformers with attn_implementation="sdpa"; `stock_captured` the same padded forward from CUDA graphs, one for each shape, widths
-in steps of 16; `stock_compiled` torch.compile(dynamic=True); `varlen_unpadded` packs by hand and calls torch's varlen_attn; `saccade` is stock after
+in steps of 16; `stock_compiled` torch.compile(dynamic=True); `varlen_unpadded` packs by hand and calls torch's varlen_attn, `varlen_captured` the same from CUDA graphs; `saccade` is stock after
 `saccade.optimize`, and `saccade_plain` after `saccade.optimize(model, fuse=False)`. Training: `stock` and `saccade` call fused AdamW from Python,
 outside of any graph; `stock_captured`, `saccade_captured` and `saccade_plain_captured` have the whole step in a graph (`handle.capture`), AdamW with
 capturable=True.
@@ -30,13 +30,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from encoder_attention import PACKED_PEER, register_all
-from encoder_captured import Padded, captured_forward, captured_step
+from encoder_captured import Captured, Padded, captured_forward, captured_step
 from encoder_images import IMAGES, Images
 from encoder_images import measure as measure_images
 from encoder_strings import STRINGS, Strings
 from encoder_strings import measure as measure_strings
 from encoder_text import drawn, passages
-from encoders import BERT, MINILM, XLMR, Architecture
+from encoders import BERT, MINILM, MODERN, XLMR, Architecture
 from rows import Row, Writer
 from sentence_models import batches_of, sentence_transformer
 from torch import Tensor, nn
@@ -110,6 +110,7 @@ CASES = [
     *[Case(XLMR, batch, "fwd", peers=PEERS) for batch in (32, 512)],
     *[Case(MINILM, batch, "fwd", dtype, peers=("stock_captured",)) for dtype in ("float32", "autocast") for batch in (32, 512)],
     *[Case(BERT, batch, "fwd", passages=True, peers=PEERS) for batch in (8, 32, 256)],
+    *[Case(MODERN, batch, "fwd", passages=True, peers=(*PEERS, "varlen_captured")) for batch in (32, 256)],
     *[Case(model, batch, "fwd+bwd", peers=("stock_captured",)) for model in (MINILM, BERT) for batch in (16, 64, 256)],
     *[Case(MINILM, 64, "fwd+bwd", dtype) for dtype in ("float32", "autocast")],
     Case(BERT, 32, "fwd+bwd", passages=True, peers=("stock_captured",)),
@@ -215,7 +216,9 @@ def _forward_calls(case: Case, batches: list[Padded]) -> tuple[dict[str, Callabl
             embeds[name] = lambda batch, model=model: model(_there(batch))["sentence_embedding"]
         else:
             model[0].auto_model.set_attn_implementation(PACKED_PEER)
-            embeds[name] = lambda batch, model=model: _packed(case, model[0].auto_model, batch)
+            embeds[name] = lambda batch, model=model: _embedded(case, model[0].auto_model, *_as_packed(case, batch))
+            if name == "varlen_captured":
+                embeds[name] = _captured_packed(case, model[0].auto_model)
 
     def call(embed: Callable[[Padded], Tensor]) -> Callable[[], Tensor]:
         @torch.inference_mode()
@@ -232,23 +235,44 @@ def _there(batch: Padded) -> Padded:
     return {name: x.to(DEVICE, non_blocking=True) for name, x in batch.items()}
 
 
-def _packed(case: Case, model: nn.Module, batch: Padded) -> Tensor:
-    """One row of real tokens through torch's varlen_attn, pooled from there."""
+def _as_packed(case: Case, batch: Padded) -> tuple[Padded, int]:
+    """The real tokens of a batch in one row, their positions and the ends of the sequences, on the device; and its width."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
     places = mask.flatten().nonzero().squeeze(1)
     ends = F.pad(mask.sum(1).cumsum(0), (1, 0)).int().to(DEVICE, non_blocking=True)
     positions = places % ids.shape[1] + (1 if case.architecture.kind == "XLMRoberta" else 0)  # behind the padding id, 0
-    given = {
-        "input_ids": ids.flatten()[places][None].to(DEVICE, non_blocking=True),
-        "position_ids": positions[None].to(DEVICE, non_blocking=True),
-        "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": ids.shape[1], "max_length_k": ids.shape[1],
-    }  # fmt: skip
-    pooler, model.pooler = model.pooler, None  # it would read the first token of the row
-    rows = model(**given).last_hidden_state[0]
-    model.pooler = pooler
+    row, positions = (x[None].to(DEVICE, non_blocking=True) for x in (ids.flatten()[places], positions))
+    return {"input_ids": row, "position_ids": positions, "ends": ends}, ids.shape[1]
+
+
+def _embedded(case: Case, model: nn.Module, packed: Padded, width: int) -> Tensor:
+    """One row of real tokens through torch's varlen_attn, pooled from there."""
+    given, ends = dict(packed), packed["ends"]
+    del given["ends"]
+    borders = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": width, "max_length_k": width}
+    pooler = getattr(model, "pooler", None)
+    if pooler is not None:
+        model.pooler = None  # it would read the first token of the row
+    rows = model(**given, **borders).last_hidden_state[0]
+    if pooler is not None:
+        model.pooler = pooler
     if case.architecture.pool == "first":
         return rows.index_select(0, ends[:-1])
     return torch.segment_reduce(rows.float(), "mean", offsets=ends, axis=0, unsafe=True)
+
+
+def _captured_packed(case: Case, model: nn.Module) -> Callable[[Padded], Tensor]:
+    """The same from a CUDA graph for each number of tokens and sequences and each width."""
+    graphs: dict[tuple[int, ...], Captured] = {}
+
+    def call(batch: Padded) -> Tensor:
+        packed, width = _as_packed(case, batch)
+        key = (packed["input_ids"].shape[1], packed["ends"].shape[0], width)
+        if key not in graphs:
+            graphs[key] = Captured(lambda given: _embedded(case, model, given, width), packed, DEVICE, 2)
+        return graphs[key](packed).clone()
+
+    return call
 
 
 class Head(nn.Module):

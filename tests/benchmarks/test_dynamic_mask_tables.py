@@ -62,12 +62,6 @@ class TestDecode:
                 assert row["note"] == f"cache {dense * 2 * keys} bytes"
                 assert float(row["roof_ms"]) == pytest.approx(2 * keys * dense / 4.8e9, rel=1e-3)
 
-    def test_what_is_measured_for_the_page(self, load):
-        table = load("tables.dynamic_mask_decode")
-        assert table.HISTORIES[1][-1] == 1_048_576
-        assert table.HISTORIES[64] == (32768,)
-        assert table.KEEPS == (1024, 2048)
-
     def test_dense_calls_are_attention_over_the_whole_history(self, table):
         query = torch.randn(3, 4, 1, 16)
         key, value = torch.randn(2, 3, 2, 64, 16).unbind(0)

@@ -121,7 +121,7 @@ def test_other_results_from_strings_end_the_table(table, monkeypatch, pairs, sai
 
 
 def test_another_embedding_ends_the_table(table, monkeypatch):
-    monkeypatch.setattr(table, "_packed", lambda case, model, batch: torch.randn(len(batch["input_ids"]), 32))
+    monkeypatch.setattr(table, "_embedded", lambda case, model, packed, width: torch.randn(len(packed["ends"]) - 1, 32))
     monkeypatch.setattr(table, "CASES", [case for case in table.CASES if "varlen_unpadded" in case.peers][:1])
     with pytest.raises(SystemExit, match=r"varlen_unpadded of .* a cosine of"):
         table.run(None, 1)

@@ -117,3 +117,23 @@ def test_a_name_that_changed_is_no_change(monkeypatch):
     monkeypatch.setattr(stale, "_RENAMED_WORDS", re.compile(r"\bmade\b"))
     assert stale.definitions_of("x = made(1)", "a.py") == stale.definitions_of("x = replayed(1)", "a.py")
     assert stale.definitions_of("x = made(2)", "a.py") != stale.definitions_of("x = replayed(1)", "a.py")
+
+
+def test_a_parameter_list_that_went_is_no_change():
+    """Kernels have their lists in their sources, which are compared."""
+    before = """
+PARAMETERS = Parameters(pointer="x")
+def launch(x, n):
+    parameters = PARAMETERS if n else MORE_PARAMETERS
+    kernel = load(SOURCE, "scale", parameters, options(n), x.device)
+    return CudaLaunch(SOURCE, "scale", PARAMETERS, options(n), (n, 1))
+"""
+    after = """
+def launch(x, n):
+    kernel = load(SOURCE, "scale", options(n), x.device)
+    return CudaLaunch(SOURCE, "scale", options(n), (n, 1))
+"""
+    assert stale.definitions_of(after, "a.py") <= stale.definitions_of(before, "a.py")
+    for other in (after.replace("(n, 1)", "(n, 2)"), after.replace("options(n), x", "options(1), x")):
+        assert not stale.definitions_of(other, "a.py") <= stale.definitions_of(before, "a.py")
+    assert stale.definitions_of("f(PARAMETERS)", "a.py") != stale.definitions_of("f()", "a.py")

@@ -63,6 +63,13 @@ class TestSharedBias(AttentionContract):
         results = check_attention(case, dtype, DEVICE, self.backend)
         assert all(r.ok for r in results), report(case, results)
 
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("q_len", [1, 3])
+    def test_more_problems_than_65535(self, q_len):
+        case = Case("many", 33000, 2, 2, q_len, 5, 16, bias=(1, 2, q_len, 5))
+        results = check_attention(case, torch.float16, DEVICE, self.backend)
+        assert all(r.ok for r in results), report(case, results)
+
     @BOTH
     def test_twice_gives_the_same_bits(self, case):
         super().test_twice_gives_the_same_bits(replace(case, bias=(1, 2, case.q_len, 21)))

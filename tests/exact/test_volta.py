@@ -34,7 +34,7 @@ from saccade.exact.volta.backend import VOLTA
 from saccade.exact.volta.config import backward_tile, forward_tile, multiprocessor_shared
 from saccade.exact.volta.launchers import Features
 from saccade.launch.cuda import CudaLaunch
-from saccade.nvrtc import Options, Parameters, Source, compile_cubin, obstacles
+from saccade.nvrtc import Options, Source, compile_cubin, obstacles
 from saccade.nvrtc.toolchain import Nvrtc, refusal
 from saccade.testing.baseline import baseline_of, differentiate
 from saccade.testing.cases import Case
@@ -393,8 +393,8 @@ def test_the_emulated_instruction_is_four_products(tmp_path, a_rows, b_rows, hal
     orders = {True: "ROWS_FIRST", False: "COLUMNS_FIRST"}
     sums = {"SUM": "u32", "COUNT": 4} if half_sums else {"SUM": "float", "COUNT": 8}
     options = Options.of({"A_ORDER": orders[a_rows], "B_ORDER": orders[b_rows], **sums})
-    source, parameters = Source(tmp_path / "product.cu"), Parameters(pointer="a b c")
-    emulator.run(CudaLaunch(source, "product", parameters, options, (1, 1), 32, 0, {"a": a, "b": b, "c": c}))
+    source = Source(tmp_path / "product.cu")
+    emulator.run(CudaLaunch(source, "product", options, (1, 1), 32, 0, {"a": a, "b": b, "c": c}))
     for lane, i in itertools.product(range(32), range(8)):
         row, column = (lane & 1) + (i & 2) + lane // 16 * 4, (i & 4) + (lane & 2) + (i & 1)
         if half_sums:

@@ -1,4 +1,4 @@
-"""The parameter lists of all kernels in CUDA C++: what Python declares, and gives by name, is what the sources say."""
+"""The parameter lists of kernels in CUDA C++, read from their sources, and launches that repeat by addresses alone."""
 
 from __future__ import annotations
 
@@ -11,127 +11,128 @@ import pytest
 import torch
 
 import saccade
-from saccade.dynamic_mask.gather.sm90 import backward as gather_backward
-from saccade.dynamic_mask.gather.sm90 import forward as gather_forward
-from saccade.dynamic_mask.selection import expiry_cuda, lists_cuda
 from saccade.errors import InvalidArgument
-from saccade.exact.long import mask_bits
-from saccade.exact.long import sm90 as long
-from saccade.exact.ragged import sm80 as ragged
-from saccade.exact.short import sm90 as short
-from saccade.exact.volta import launchers as volta
+from saccade.exact.ragged import sm80
+from saccade.exact.varlen.args import VarlenArgs
 from saccade.launch import cuda
-from saccade.launch.cuda import CudaLaunch, addresses, check_pointers, run, stride_names, strides
-from saccade.nm_sparse import bias_rows, key_bits, query_bits
-from saccade.nm_sparse.backward_sm90 import launchers as nm_backward
-from saccade.nm_sparse.backward_sm90 import one_pass
-from saccade.nm_sparse.fused import last_wave
-from saccade.nm_sparse.fused import launchers as fused
-from saccade.nm_sparse.staged import launchers as staged
-from saccade.nvrtc import Options, Parameters
+from saccade.launch.cuda import HEADERS, CudaLaunch, addresses, check_pointers, run, strides
+from saccade.nvrtc import Options, Parameters, Source, parameters_of
 
 ROOT = Path(saccade.__file__).parent
-GATHER, SELECTION = "dynamic_mask/gather/sm90/cuda", "dynamic_mask/selection/cuda"
-SHORT, VOLTA = "exact/short/cuda", "exact/volta/cuda"
-FUSED, STAGED, NM_BACKWARD = "nm_sparse/fused/cuda", "nm_sparse/staged/cuda", "nm_sparse/backward_sm90/cuda"
-LONG_MACROS = ("GROUPED", "MASK", "DROPOUT")
-
-# (file, kernel, macros that are not zero) -> declared parameters
-DECLARED = {
-    (f"{GATHER}/forward_sm90.cu", "forward_sm90", ("RUNS",)): gather_forward.PARAMETERS_WITH_MAPS,
-    (f"{GATHER}/forward_sm90.cu", "forward_sm90", ()): gather_forward.PARAMETERS,
-    (f"{GATHER}/backward_sm90.cu", "backward_sm90", ()): gather_backward.PARAMETERS,
-    (f"{SELECTION}/expiry.cu", "expiry_sort", ()): expiry_cuda.SORT_PARAMETERS,
-    (f"{SELECTION}/expiry.cu", "expiry_find", ()): expiry_cuda.FIND_PARAMETERS,
-    (f"{SELECTION}/lists.cu", "query_lists", ()): lists_cuda.PARAMETERS,
-    (f"{SHORT}/forward_sm90.cu", "forward_sm90", ()): short.FORWARD_PARAMETERS,
-    (f"{SHORT}/backward_sm90.cu", "backward_sm90", ()): short.BACKWARD_PARAMETERS,
-    (f"{SHORT}/backward_turns_sm90.cu", "backward_turns_sm90", ()): short.BACKWARD_PARAMETERS,
-    (f"{SHORT}/backward_streamed_sm90.cu", "backward_streamed_sm90", ()): short.BACKWARD_PARAMETERS,
-    (f"{SHORT}/pooling_backward.cu", "pooling_backward", ()): short.POOLING_PARAMETERS,
-    ("exact/ragged/cuda/backward.cu", "ragged_backward", ()): ragged.PARAMETERS,
-    **{
-        (
-            f"exact/long/cuda/{d}_sm90.cu",
-            f"long_{d}_sm90",
-            tuple(itertools.compress(LONG_MACROS, chosen)),
-        ): long.parameters(d, *chosen)
-        for d in ("forward", "backward")
-        for chosen in itertools.product((False, True), repeat=len(LONG_MACROS))
-    },
-    ("exact/long/cuda/mask_bits.cu", "mask_bits", ()): mask_bits.PARAMETERS,
-    (f"{VOLTA}/forward.cu", "volta_forward", ()): volta.FORWARD_PARAMETERS,
-    (f"{VOLTA}/backward.cu", "volta_backward", ()): volta.BACKWARD_PARAMETERS,
-    (f"{VOLTA}/query_gradient.cu", "volta_query_gradient", ()): volta.QUERY_GRADIENT_PARAMETERS,
-    (f"{VOLTA}/bias_gradient.cu", "volta_bias_gradient", ()): volta.BIAS_GRADIENT_PARAMETERS,
-    (f"{VOLTA}/delta.cu", "volta_delta", ()): volta.DELTA_PARAMETERS,
-    ("nm_sparse/cuda/key_bits.cu", "key_bits", ()): key_bits.PARAMETERS,
-    ("nm_sparse/cuda/query_bits.cu", "query_bits", ()): query_bits.PARAMETERS,
-    ("nm_sparse/cuda/shown_values.cu", "shown_values", ()): bias_rows.PARAMETERS,
-    (f"{FUSED}/fused_sm90.cu", "fused_sm90", ()): fused.sm90_parameters(False, False),
-    (f"{FUSED}/fused_sm90.cu", "fused_sm90", ("QUERY_BITS",)): fused.sm90_parameters(True, False),
-    (f"{FUSED}/fused_sm90.cu", "fused_sm90", ("BIAS",)): fused.sm90_parameters(False, True),
-    (f"{FUSED}/fused_sm90.cu", "fused_sm90", ("QUERY_BITS", "BIAS")): fused.sm90_parameters(True, True),
-    (f"{FUSED}/fused_sm80.cu", "fused_sm80", ()): fused.sm80_parameters(False, False),
-    (f"{FUSED}/fused_sm80.cu", "fused_sm80", ("QUERY_BITS",)): fused.sm80_parameters(True, False),
-    (f"{FUSED}/fused_sm80.cu", "fused_sm80", ("BIAS",)): fused.sm80_parameters(False, True),
-    (f"{FUSED}/fused_sm80.cu", "fused_sm80", ("QUERY_BITS", "BIAS")): fused.sm80_parameters(True, True),
-    (f"{FUSED}/combine.cu", "combine", ()): last_wave.PARAMETERS,
-    (f"{STAGED}/scores.cu", "nm_scores", ()): staged.SCORES_PARAMETERS,
-    (f"{STAGED}/softmax.cu", "nm_softmax", ()): staged.SOFTMAX_PARAMETERS,
-    (f"{STAGED}/matmul.cu", "nm_matmul", ()): staged.MATMUL_PARAMETERS,
-    (f"{NM_BACKWARD}/backward_dkv_sm90.cu", "backward_dkv_sm90", ()): nm_backward.DKV_PARAMETERS,
-    (f"{NM_BACKWARD}/backward_dkv_sm90.cu", "backward_dkv_sm90", ("BIAS",)): nm_backward.DKV_BIAS_PARAMETERS,
-    (f"{NM_BACKWARD}/backward_dq_sm90.cu", "backward_dq_sm90", ()): nm_backward.DQ_PARAMETERS,
-    (f"{NM_BACKWARD}/backward_dq_sm90.cu", "backward_dq_sm90", ("BIAS",)): nm_backward.DQ_BIAS_PARAMETERS,
-    (f"{NM_BACKWARD}/backward_one_pass_sm90.cu", "backward_one_pass_sm90", ()): one_pass.ONE_PASS_PARAMETERS,
-    (f"{NM_BACKWARD}/write_dq_sm90.cu", "write_dq_sm90", ()): one_pass.WRITE_DQ_PARAMETERS,
+SCALE = """
+// void scale(int no_list) {
+#define SIZES int n, long long x_row
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) scale(
+    const __grid_constant__ TensorMap x_map, const float* x,  // the rows, by address
+    const unsigned char* mask,
+#if DROPOUT
+    const u64* seed, u32 threshold,
+#endif
+    float *out, SIZES, /* log2 */ float factor
+#if RUNS
+    , unsigned runs
+#endif
+) {
+    if (n > 0) { out[0] = x[0]; }
 }
-C_TYPES = {
-    "long long": "int64", "int64": "int64", "int": "int32", "u32": "uint32", "unsigned": "uint32", "u64": "uint64", "float": "float32",
-    "__grid_constant__ TensorMap": "tensor_map",
-}  # fmt: skip
-KERNEL = re.compile(r'extern "C" __global__ (?:void )?__launch_bounds__\(.*?\)\s+(\w+)\(\s*(.*?)\s*\) \{', re.DOTALL)
+extern "C" __global__ void fill(float* out) { out[0] = 0; }
+"""
 
 
-def kernels(path: Path, macros: tuple[str, ...] = ()) -> dict[str, str]:
-    """The kernels of a file and their parameter lists, preprocessed."""
-    text = path.read_text()
-    for header in path.parent.glob("*.cuh"):
-        for name, value in re.findall(r"#define (\w+)\s+((?:[^\n]*\\\n)*[^\n]*)", header.read_text()):
-            if "TensorMap" in value or "," in value:  # a macro that stands for a part of a list
-                text = re.sub(rf"\b{name}\b", value.replace("\\\n", "\n").replace("\\", r"\\"), text)
-    choose = lambda found: found[2] if found[1] in macros else ""  # noqa: E731
-    lists = {name: re.sub(r"#if (\w+)\n(.*?)#endif", choose, of, flags=re.DOTALL) for name, of in KERNEL.findall(text)}
-    assert len(lists) == len(re.findall(r"__global__", text)), path
-    return lists
+@pytest.fixture
+def scale(tmp_path):
+    def source(text: str = SCALE) -> Source:
+        (tmp_path / "scale.cu").write_text(text)
+        return Source(tmp_path / "scale.cu")
+
+    return source
 
 
-def parameters(of: str) -> list[tuple[str, str]]:
-    """(name, type) of each parameter of a list in C++."""
-    found = []
-    for one in of.split(","):
-        c_type, pointer, name = re.fullmatch(r"\s*(?:const )?(.*?)\s*(\*?)\s*(\w+)\s*", one, re.DOTALL).groups()
-        found.append((name, "pointer" if pointer else C_TYPES[" ".join(c_type.split())]))
-    return found
+def kinds(source: Source, kernel: str, **macros: int) -> dict[str, str]:
+    return parameters_of(source, kernel, Options.of(macros)).kinds
 
 
-@pytest.mark.parametrize("key", DECLARED, ids=lambda key: f"{key[0]}-{'-'.join(key[1:2] + key[2])}")
-def test_names_types_and_order_are_those_of_the_source(key):
-    file, kernel, macros = key
-    assert list(DECLARED[key].kinds.items()) == parameters(kernels(ROOT / file, macros)[kernel])
+def test_names_types_and_order_are_those_of_the_source(scale):
+    plain = {
+        "x_map": "tensor_map", "x": "pointer", "mask": "pointer", "out": "pointer", "n": "int32", "x_row": "int64", "factor": "float32",
+    }  # fmt: skip
+    found = kinds(scale(), "scale", DROPOUT=0)
+    assert list(found.items()) == list(plain.items())
+    assert kinds(scale(), "fill") == {"out": "pointer"}
 
 
-def test_every_kernel_is_declared():
-    found = {(str(path.relative_to(ROOT)), kernel) for path in ROOT.rglob("*.cu") for kernel in kernels(path)}
-    assert found == {(file, kernel) for file, kernel, _ in DECLARED}
+def test_a_parameter_is_there_if_its_macro_is_not_zero(scale):
+    assert list(kinds(scale(), "scale", DROPOUT=2)) == ["x_map", "x", "mask", "seed", "threshold", "out", "n", "x_row", "factor"]
+    assert list(kinds(scale(), "scale", RUNS=1).items())[-2:] == [("factor", "float32"), ("runs", "uint32")]
 
 
-def test_strides_have_the_names_that_lists_declare():
-    assert stride_names(key=2, mask=4) == "key_batch key_head mask_batch mask_head mask_row mask_column"
+def test_a_macro_of_a_header_stands_for_a_part_of_a_list(tmp_path):
+    (tmp_path / "sizes.cuh").write_text("#define SIZES int n, \\\n    long long row\n")
+    (tmp_path / "k.cu").write_text('#include "sizes.cuh"\nextern "C" __global__ void k(float* x, SIZES) {}')
+    assert kinds(Source(tmp_path / "k.cu"), "k") == {"x": "pointer", "n": "int32", "row": "int64"}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "scale.cu has no kernel scale"),
+        ("__device__ void scale(int n) {}", "scale.cu has no kernel scale"),
+        ("__global__ void scale(double n) {}", "a parameter of kernel scale of scale.cu is 'double n'; allowed are pointers, long long"),
+        ("__global__ void scale(\n#ifdef A\nint n\n#endif\n) {}", "have '#ifdef A'; allowed are #if NAME and #endif, not nested"),
+        ("__global__ void scale(\n#if A\n#if B\nint n\n#endif\n#endif\n) {}", "have '#if B'; allowed are"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_refused(scale, text, sentence):
+    with pytest.raises(InvalidArgument, match=sentence):
+        kinds(scale(text), "scale")
+
+
+SOURCES = sorted(ROOT.rglob("*.cu"))
+NAME = re.compile(r"__global__ (?:void )?(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+)?(\w+)\(")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_kernel_of_the_package_is_read(path):
+    """Under every choice of the macros that lists depend on; tests of the launchers hold their arguments against these lists."""
+    text = path.read_text(encoding="utf-8")
+    names = NAME.findall(text)
+    assert len(names) == text.count("__global__") > 0
+    for name, chosen in itertools.product(names, itertools.product((0, 1), repeat=5)):
+        macros = dict(zip(("RUNS", "MASK", "DROPOUT", "GROUPED", "BIAS"), chosen, strict=True))
+        assert kinds(Source(path, (HEADERS,)), name, **macros, QUERY_BITS=chosen[0])
+
+
+def test_backward_of_packed_tokens_gives_what_its_kernel_takes(monkeypatch):
+    """Its numbers are bound once; the addresses and the numbers of tokens come with each call."""
+    seen = {}
+
+    def loaded(source, kernel, options, device):
+        listed = parameters_of(source, kernel, options)
+        bind = lambda numbers: seen.update(listed=listed, numbers=listed.in_order(kernel, numbers, listed.pointers))  # noqa: E731
+        return SimpleNamespace(configure=lambda *shape: SimpleNamespace(bind=bind))
+
+    monkeypatch.setattr(sm80, "load", loaded)
+    monkeypatch.setattr(sm80, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(sm80, "_LAUNCHES", cuda.LaunchCache())
+    tensors = tuple(torch.empty(10, 2, 64, dtype=torch.bfloat16) for _ in range(8))
+    offsets = torch.tensor([0, 10], dtype=torch.int32)
+    args = VarlenArgs(*tensors[:3], offsets, offsets, None, None, 10, 10, 0.0, 0, 0.125)
+    sm80._launch(64, args, tensors, False, None)
+    assert seen["numbers"] == [128, 64] * 8 + [2, 0.125]
+    assert len(seen["listed"].pointers) == 14 + 4
+
+
+def test_a_list_is_read_once(scale, monkeypatch):
+    source = scale()
+    first = parameters_of(source, "scale", Options.of({"DROPOUT": 1, "WARPS": 4}))
+    monkeypatch.setattr(Source, "text", lambda self: pytest.fail("the source is read again"))
+    assert parameters_of(source, "scale", Options.of({"DROPOUT": 1, "WARPS": 8})) is first
+    assert parameters_of(source, "scale", Options()) != first
+
+
+def test_strides_by_name():
     given = strides(key=(8, 16), mask=(1, 2, 3, 4))
-    assert list(given) == stride_names(key=2, mask=4).split()
-    assert list(given.values()) == [8, 16, 1, 2, 3, 4]
+    assert given == {"key_batch": 8, "key_head": 16, "mask_batch": 1, "mask_head": 2, "mask_row": 3, "mask_column": 4}
 
 
 def test_addresses_by_name():
@@ -139,11 +140,16 @@ def test_addresses_by_name():
     assert addresses(x=x, mask=None) == {"x": x.data_ptr(), "mask": 0}
 
 
-def call_of(x: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor, swapped: bool, about: str) -> CudaLaunch:
-    assert about == "cpu"
-    arguments = {"x": out if swapped else x, "mask": mask, "out": x if swapped else out, "n": x.numel()}
-    listed = Parameters(pointer="x mask out", int32="n")
-    return CudaLaunch(key_bits.SOURCE, "scale", listed, Options(), (1, 1), 32, 0, arguments)
+@pytest.fixture
+def call_of(tmp_path):
+    (tmp_path / "scale.cu").write_text('extern "C" __global__ void scale(float* x, const bool* mask, float* out, int n) {}')
+
+    def make(x: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor, swapped: bool, about: str) -> CudaLaunch:
+        assert about == "cpu"
+        arguments = {"x": out if swapped else x, "mask": mask, "out": x if swapped else out, "n": x.numel()}
+        return CudaLaunch(Source(tmp_path / "scale.cu"), "scale", Options(), (1, 1), 32, 0, arguments)
+
+    return make
 
 
 @pytest.fixture
@@ -155,15 +161,21 @@ def launched(monkeypatch):
     return seen
 
 
-def test_a_signature_is_described_once_and_then_given_addresses(launched):
+def test_a_signature_is_described_once_and_then_given_addresses(launched, call_of):
+    described = []
+
+    def noted(x, *others):
+        described.append(len(x))
+        return call_of(x, *others)
+
     for _ in range(2):
         x, out = torch.zeros(5), torch.zeros(5)
-        run(call_of, (x, None, out), (False,), lambda device: device.type)
+        run(noted, (x, None, out), (False,), lambda device: device.type)
         assert launched[-1] == (5, (x.data_ptr(), 0, out.data_ptr()))
-    assert len(cuda._READY) == 1
+    assert described == [5]
 
 
-def test_tensors_out_of_place_are_refused(launched):
+def test_tensors_out_of_place_are_refused(launched, call_of):
     x, out = torch.zeros(5), torch.zeros(5)
     with pytest.raises(
         InvalidArgument, match="3 tensors are given for the pointers x, mask, out of scale; out of place are x, out"

@@ -30,6 +30,7 @@ from saccade.exact.short import launchers as short_launchers
 from saccade.exact.short import sm90 as short_sm90
 from saccade.exact.short.config import Config
 from saccade.native.build import Build
+from saccade.nvrtc import Options, parameters_of
 
 BATCH, HEADS = 3, 4
 NUMBERS = (11, -1, 13)
@@ -113,9 +114,12 @@ def _functions(found: list):
 COUNTS = {
     sum(name.encode()): (len(parameters.maps), len(parameters.pointers))
     for name, parameters in (
-        *((f"{d}{'_dropout' * drops}", sm90.parameters(d, dropout=drops)) for d in ("forward", "backward") for drops in (False, True)),
-        ("forward_sm90", short_sm90.FORWARD_PARAMETERS),
-        ("backward_sm90", short_sm90.BACKWARD_PARAMETERS),
+        *(
+            (f"{d}{'_dropout' * drops}", parameters_of(sm90.source(d), f"long_{d}_sm90", Options.of({"DROPOUT": drops})))
+            for d in ("forward", "backward")
+            for drops in (False, True)
+        ),
+        *((f"{d}_sm90", parameters_of(short_sm90.source(d), f"{d}_sm90", Options())) for d in ("forward", "backward")),
     )
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.backward_sm90 import launchers as backward_sm90
 from saccade.nm_sparse.fused import launchers as fused
 from saccade.nm_sparse.masked import launchers as masked
+from saccade.nvrtc import parameters_of
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 
@@ -70,12 +71,12 @@ def folder() -> Path:
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    def load(source, kernel, parameters, options, device, architecture):
+    def load(source, kernel, options, device, architecture):
         def configure(grid, block, shared_bytes):
             assert shared_bytes <= 232448
             call = SimpleNamespace(
-                source=SimpleNamespace(path=folder() / source.path.name), kernel=kernel, parameters=parameters, options=options,
-                grid=(grid, 1), threads=block,
+                source=SimpleNamespace(path=folder() / source.path.name), kernel=kernel, options=options, grid=(grid, 1), threads=block,
+                parameters=parameters_of(source, kernel, options),
             )  # fmt: skip
             return lambda **arguments: emulator.run(SimpleNamespace(**vars(call), arguments=arguments))
 

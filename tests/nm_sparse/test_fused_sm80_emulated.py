@@ -18,6 +18,7 @@ from saccade.nm_sparse import bias_rows, key_bits, query_bits, reference
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused import launchers as fused
 from saccade.nm_sparse.fused.config import SELECT_EARLY, SELECT_UNORDERED, Sm80Config, pick_sm80
+from saccade.nvrtc import parameters_of
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 
@@ -82,14 +83,14 @@ def without(text: str, begin: str, end: str, instead: str) -> str:
 def emulate(monkeypatch, early: bool) -> None:
     """Let the emulator run what the launchers load. early: copies happen at once."""
 
-    def load(_, kernel, parameters, options, device):
+    def load(original, kernel, options, device):
         def configure(grid, block, shared_bytes):
             assert shared_bytes <= 232448
             defines = (*options.defines, *[("EARLY_COPIES", "1")] * early)
             call = SimpleNamespace(
                 source=SimpleNamespace(path=source()),
                 kernel=kernel,
-                parameters=parameters,
+                parameters=parameters_of(original, kernel, options),
                 options=SimpleNamespace(defines=defines),
                 grid=(grid, 1),
                 threads=block,

@@ -18,7 +18,7 @@ from saccade.nm_sparse.fused import launchers as fused
 from saccade.nm_sparse.fused.config import pick_backward, pick_sm80, pick_sm90
 from saccade.nm_sparse.key_bits import KeyBits
 from saccade.nm_sparse.query_bits import QueryBits
-from saccade.nvrtc import Parameters
+from saccade.nvrtc import parameters_of
 
 B, H, HKV, TQ, TK, D = 2, 4, 2, 130, 200, 64
 
@@ -28,7 +28,9 @@ def given(monkeypatch):
     """The arguments of each launch, by kernel; every name must be one of the kernel's. A map is the numbers that it is made of."""
     seen = {}
 
-    def load(source, kernel, parameters, *rest):
+    def load(source, kernel, options, *rest):
+        parameters = parameters_of(source, kernel, options)
+
         def launch(**arguments):
             in_order = parameters.in_order(kernel, arguments)
             assert list(zip(parameters.kinds, in_order, strict=True)) == [(name, arguments[name]) for name in parameters.kinds]
@@ -293,12 +295,11 @@ def test_backward_in_one_pass(given, monkeypatch, ordered):
     assert strides_in(written, "dquery") == dquery.stride()[:3]
 
 
-def test_an_argument_that_is_not_given_is_missed(given, featured):
+def test_an_argument_that_the_source_does_not_take_is_refused(given, featured):
     out, lse, kept = made()
     config = pick_sm80(D, 80, 2, False, True, False)
-    longer = fused.sm80_parameters(False, False) + Parameters(int32="more")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "sm80_parameters", lambda by_query, biased: longer)
-        with pytest.raises(InvalidArgument, match="kernel fused_sm80 lacks more; it takes query, key, value, out, lse"):
+        patch.setattr(fused, "_bias_arguments", lambda args: {"more": 1})
+        with pytest.raises(InvalidArgument, match="kernel fused_sm80 does not take more; it takes query, key, value, out, lse"):
             fused.launch_sm80(featured, config, out, lse, kept)
     assert not given

@@ -202,24 +202,24 @@ def test_a_kernel_is_loaded_once(fill, driver, monkeypatch):
     made = []
     monkeypatch.setattr(kernel, "_native", lambda *given: made.append(given) or native(8, 4))
     device = torch.device("cuda", 0)
-    first = load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device)
-    assert load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device) is first
-    assert load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 3}), device) is not first
-    assert load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), torch.device("cuda", 1)) is not first
+    first = load(fill, "fill", Options.of({"FACTOR": 2}), device)
+    assert load(fill, "fill", Options.of({"FACTOR": 2}), device) is first
+    assert load(fill, "fill", Options.of({"FACTOR": 3}), device) is not first
+    assert load(fill, "fill", Options.of({"FACTOR": 2}), torch.device("cuda", 1)) is not first
     assert len(made) == 3
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_kernel_needs_a_cuda_device_with_an_index(fill, device):
     with pytest.raises(InvalidArgument, match=f"device is {device}; allowed are CUDA devices with an index"):
-        load(fill, "fill", POINTER_AND_NUMBER, Options(), torch.device(device))
+        load(fill, "fill", Options(), torch.device(device))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(fill):
     device = torch.device("cuda", torch.cuda.current_device())
     out = torch.zeros(1000, device=device)
-    launch = load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device).configure(8, 128)
+    launch = load(fill, "fill", Options.of({"FACTOR": 2}), device).configure(8, 128)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -232,7 +232,7 @@ def test_on_a_gpu(fill):
 @pytest.mark.gpu
 def test_in_a_cuda_graph_and_in_an_autograd_thread(fill):
     device = torch.device("cuda", torch.cuda.current_device())
-    launch = load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device).configure(8, 128)
+    launch = load(fill, "fill", Options.of({"FACTOR": 2}), device).configure(8, 128)
     out = torch.zeros(1000, device=device)
     launch(out=out.data_ptr(), n=1000)
 
@@ -273,15 +273,9 @@ def test_declared_and_dynamic_shared_memory_together_on_a_gpu(tmp_path):
     )
     device = torch.device("cuda", torch.cuda.current_device())
     out = torch.zeros(32, dtype=torch.int32, device=device)
-    launch = load(Source(path), "both", Parameters(pointer="out"), Options(), device).configure(1, 32, 48 * 1024)
+    launch = load(Source(path), "both", Options(), device).configure(1, 32, 48 * 1024)
     launch(out=out.data_ptr())
     assert out.tolist() == [31 + 12287 - 2 * i for i in range(32)]
-
-
-@pytest.mark.gpu
-def test_wrong_declared_arguments_are_found_on_a_gpu(fill):
-    with pytest.raises(InvalidArgument, match=r"kernel fill takes arguments of \[8, 4\] bytes"):
-        load(fill, "fill", Parameters(pointer="out", int64="n"), Options.of({"FACTOR": 2}), torch.device("cuda", 0))
 
 
 @pytest.fixture
@@ -343,7 +337,7 @@ def test_a_dependent_launch_says_so(driver, enqueued):
 def test_a_bound_launch_on_a_gpu(fill):
     device = torch.device("cuda", torch.cuda.current_device())
     out = torch.zeros(1000, device=device)
-    bound = load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device).configure(8, 128).bind({"n": 999})
+    bound = load(fill, "fill", Options.of({"FACTOR": 2}), device).configure(8, 128).bind({"n": 999})
     bound(out.data_ptr())
     assert out[:999].eq(6).all()
     assert out[999] == 0
@@ -364,7 +358,7 @@ def test_dependent_launches_see_what_the_ones_before_wrote(tmp_path):
     )
     device, n, steps = torch.device("cuda", torch.cuda.current_device()), 5000, 30
     places = [torch.arange(n, dtype=torch.int32, device=device), torch.empty(n, dtype=torch.int32, device=device)]
-    kernel = load(Source(path), "turn", TWO_POINTERS, Options(), device).configure(-(-n // 128), 128)
+    kernel = load(Source(path), "turn", Options(), device).configure(-(-n // 128), 128)
     turn = kernel.bind({"n": n}, dependent=True)
 
     def run():

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 import saccade
 from saccade import InvalidArgument
-from saccade.engine import dispatch, lengths
-from saccade.exact.short import config
+from saccade.engine import lengths
 from saccade.launch import disabled
 from saccade.launch.cache import LaunchCache
 from tools.soak import leaks
@@ -39,7 +38,8 @@ FINITE = {
     "saccade.nvrtc.toolchain.toolkit_headers": "one for each CUDA version",
     "saccade.nvrtc.capture._driver": "no argument",
     "saccade.launch.cuda._names_of": "the names of tensors in our sources",
-    "saccade.nm_sparse.fused.launchers._listed": "two kernels, with a mask of queries or a bias",
+    "saccade.nvrtc.declared._declared": "one for each kernel in our sources",
+    "saccade.nvrtc.declared._parameters": "one for each kernel in our sources and choice of its parameters",
     "saccade.nm_sparse.staged.launchers._source": "our sources",
     "saccade.exact.volta.launchers._source": "our sources",
     "saccade.exact.sdpa._seen_and_hidden": "one for each dtype and device",
@@ -174,8 +174,3 @@ def test_failures_of_ever_new_shapes_are_bounded(monkeypatch):
     assert len(disabled._disabled) == disabled._MOST
     assert disabled.failure_of(("short", 9)) is None
     assert disabled.failure_of(("short", disabled._MOST + 9)) is not None
-
-
-def test_configurations_and_texts_are_bounded():
-    assert config.pick.cache_parameters()["maxsize"] == 4096
-    assert dispatch._warn_reference.cache_parameters()["maxsize"] == 1024

@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of
 from saccade.launch.cache import LaunchCache
-from saccade.nvrtc import Bound, Options, Parameters, Source, load
+from saccade.nvrtc import Bound, Options, Parameters, Source, load, parameters_of
 
 HEADERS = Path(__file__).parent / "cuda"  # device code that families share
 
@@ -22,7 +22,6 @@ HEADERS = Path(__file__).parent / "cuda"  # device code that families share
 class CudaLaunch(NamedTuple):
     """Everything that a launch needs, so that it can be inspected, or run elsewhere, without a GPU.
 
-    parameters: the names and types of the kernel's parameters, in its order.
     arguments: name -> value. A pointer is given as its tensor, and None is a null pointer; pointers that only each launch knows are
         left out.
     architecture: as for `load`.
@@ -32,7 +31,6 @@ class CudaLaunch(NamedTuple):
 
     source: Source
     kernel: str
-    parameters: Parameters
     options: Options
     grid: tuple[int, int]
     threads: int
@@ -41,12 +39,18 @@ class CudaLaunch(NamedTuple):
     architecture: str | None = None
     dependent: bool = False
 
+    @property
+    def parameters(self) -> Parameters:
+        """The names and types of the kernel's parameters, in its order."""
+        return parameters_of(self.source, self.kernel, self.options)
+
     def ready(self, device: torch.device) -> Bound:
         """The kernel, loaded on the device, with its arguments after the pointers bound; it is called with all pointers in the order of
         the parameters."""
-        kernel = load(self.source, self.kernel, self.parameters, self.options, device, self.architecture)
+        kernel = load(self.source, self.kernel, self.options, device, self.architecture)
         launch = kernel.configure(self.grid, self.threads, self.shared_bytes)
-        numbers = {name: value for name, value in self.arguments.items() if name not in self.parameters.pointers}
+        pointers = self.parameters.pointers
+        numbers = {name: value for name, value in self.arguments.items() if name not in pointers}
         return launch.bind(numbers, dependent=self.dependent and arch_of(device) >= 90)
 
 
@@ -77,11 +81,6 @@ def check_pointers(call: CudaLaunch, tensors: Sequence[Tensor | None]) -> None:
         raise InvalidArgument(
             f"{len(tensors)} tensors are given for the pointers {', '.join(names)} of {call.kernel}; out of place are {', '.join(wrong) or 'none'}"
         )
-
-
-def stride_names(**dims: int) -> str:
-    """Names of strides, as `strides` gives them: "key_batch key_head key_row mask_batch ..." for `stride_names(key=3, mask=4)`."""
-    return " ".join(of for name, count in dims.items() for of in _names_of(name)[:count])
 
 
 def strides(**of: Sequence[int]) -> dict[str, int]:

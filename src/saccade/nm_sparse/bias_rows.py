@@ -7,14 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from saccade.launch.cuda import CudaLaunch, run, stride_names, strides
+from saccade.launch.cuda import CudaLaunch, run, strides
 from saccade.nm_sparse.key_bits import narrowed
-from saccade.nvrtc import Options, Parameters, Source
+from saccade.nvrtc import Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "shown_values.cu")
-PARAMETERS = Parameters(
-    pointer="value bias shown", int32="kv_heads kv_len head_dim heads rows", int64=stride_names(value=3, bias=3)
-)
 THREADS = 256
 # the bits that are all ones in an infinity or NaN
 _EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
@@ -68,4 +65,4 @@ def shown_values_call(value: Tensor, bias: Tensor, shown: Tensor, _: None) -> Cu
         }
     )
     grid = (batch * kv_heads, -(-kv_len // (THREADS // 32)))
-    return CudaLaunch(SOURCE, "shown_values", PARAMETERS, options, grid, THREADS, 0, arguments)
+    return CudaLaunch(SOURCE, "shown_values", options, grid, THREADS, 0, arguments)

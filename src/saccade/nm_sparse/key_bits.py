@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from saccade.launch.cuda import CudaLaunch, run
-from saccade.nvrtc import Options, Parameters, Source
+from saccade.nvrtc import Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "key_bits.cu")
-PARAMETERS = Parameters(pointer="mask bits spans", int32="kv_len words", int64="mask_row mask_key")
 THREADS = 256
 # a tile of at most 128 keys may reach beyond the last key
 SPARE_WORDS = 4
@@ -75,4 +74,4 @@ def key_bits_call(rows: Tensor, bits: Tensor, spans: Tensor, _: None) -> CudaLau
         "mask_row": mask_row, "mask_key": mask_key,
     }  # fmt: skip
     options = Options.of({"THREADS": THREADS})
-    return CudaLaunch(SOURCE, "key_bits", PARAMETERS, options, (rows.shape[0], 1), THREADS, 0, arguments)
+    return CudaLaunch(SOURCE, "key_bits", options, (rows.shape[0], 1), THREADS, 0, arguments)

@@ -8,13 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.launch.cuda import CudaLaunch, run, stride_names, strides
+from saccade.launch.cuda import CudaLaunch, run, strides
 from saccade.nm_sparse.key_bits import is_of_keys, narrowed
 from saccade.nm_sparse.problem import BLOCK
-from saccade.nvrtc import Options, Parameters, Source
+from saccade.nvrtc import Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "query_bits.cu")
-PARAMETERS = Parameters(pointer="mask bits tiles keys", int32="heads rows kv_len", int64=stride_names(mask=4))
 THREADS = 256
 
 
@@ -80,4 +79,4 @@ def query_bits_call(mask: Tensor, bits: Tensor, tiles: Tensor, keys: Tensor, is_
     }  # fmt: skip
     options = Options.of({"THREADS": THREADS, "CAUSAL": is_causal, "WIDE": wide})
     grid = (batch * heads * tiles.shape[2], -(-tiles.shape[3] // (THREADS // 32)))
-    return CudaLaunch(SOURCE, "query_bits", PARAMETERS, options, grid, THREADS, 0, arguments)
+    return CudaLaunch(SOURCE, "query_bits", options, grid, THREADS, 0, arguments)

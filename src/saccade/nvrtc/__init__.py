@@ -2,8 +2,7 @@
 loads and launches it.
 
     source = Source(Path(__file__).parent / "cuda" / "forward.cu", headers=(SHARED,))
-    parameters = Parameters(pointer="query out", int32="rows")
-    kernel = load(source, "forward", parameters, Options.of({"HEAD_DIM": 64}), device)
+    kernel = load(source, "forward", Options.of({"HEAD_DIM": 64}), device)
     launch = kernel.configure(grid=(tiles, heads), block=128, shared_bytes=65536)
     launch(query=query.data_ptr(), out=out.data_ptr(), rows=query.shape[0])
 
@@ -14,6 +13,7 @@ from saccade.nvrtc.architecture import ARCHITECTURES, architecture_for
 from saccade.nvrtc.arguments import Parameters
 from saccade.nvrtc.capture import loading_allowed
 from saccade.nvrtc.compiler import Options, build, compile_cubin
+from saccade.nvrtc.declared import parameters_of
 from saccade.nvrtc.kernel import Bound, Kernel, Launch, load, on_current_stream
 from saccade.nvrtc.source import Source
 from saccade.nvrtc.tensor_map import TensorMap, tensor_map
@@ -36,5 +36,6 @@ __all__ = [
     "loading_allowed",
     "obstacles",
     "on_current_stream",
+    "parameters_of",
     "tensor_map",
 ]

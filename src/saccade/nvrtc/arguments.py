@@ -64,6 +64,13 @@ class Parameters:
     def __init__(self, **names: str):
         self._take([(name, kind) for kind, of_kind in names.items() for name in of_kind.split()])
 
+    @classmethod
+    def of(cls, pairs: list[tuple[str, str]]) -> Parameters:
+        """The list of these (name, type)."""
+        made = cls()
+        made._take(pairs)
+        return made
+
     def _take(self, pairs: list[tuple[str, str]]) -> None:
         for _, kind in pairs:
             if kind not in KINDS:
@@ -88,9 +95,7 @@ class Parameters:
         return tuple(name for name, kind in self.kinds.items() if kind == wanted)
 
     def __add__(self, other: Parameters) -> Parameters:
-        made = Parameters()
-        made._take([*self.kinds.items(), *other.kinds.items()])
-        return made
+        return Parameters.of([*self.kinds.items(), *other.kinds.items()])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Parameters) and list(self.kinds.items()) == list(other.kinds.items())

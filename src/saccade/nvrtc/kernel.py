@@ -16,6 +16,7 @@ from saccade.nvrtc.architecture import architecture_for, architecture_named
 from saccade.nvrtc.arguments import Parameters, check_sizes
 from saccade.nvrtc.capture import loading_allowed
 from saccade.nvrtc.compiler import Options, compile_cubin
+from saccade.nvrtc.declared import parameters_of
 from saccade.nvrtc.source import Source
 from saccade.nvrtc.tensor_map import TensorMap, as_map
 
@@ -29,7 +30,6 @@ Extent = int | tuple[int, ...]
 def load(
     source: Source,
     name: str,
-    parameters: Parameters,
     options: Options,
     device: torch.device,
     architecture: str | int | None = None,
@@ -38,25 +38,23 @@ def load(
     looked up later.
 
     Args:
-        parameters: the names and types of the kernel's parameters, in its order.
         device: a CUDA device with its index.
         architecture: "90a" for instructions that only sm_90a has; by default the architecture of the device.
 
     Raises:
         CompilerUnavailable, CompileError: as `compile_cubin`.
-        InvalidArgument: the declared parameters do not fit the kernel.
+        InvalidArgument: the parameters in the source do not fit the compiled kernel.
 
     The first call loads a module, which is possible during CUDA graph capture too.
     """
-    wanted = (source, name, parameters, options, device, architecture)
+    wanted = (source, name, options, device, architecture)
     kernel = _loaded.get(wanted)
     if kernel is None:
         with _lock:
             kernel = _loaded.get(wanted)
             if kernel is None:
-                kernel = _loaded[wanted] = Kernel(
-                    _native(source, name, options, device, architecture), name, parameters, device.index
-                )
+                native, listed = _native(source, name, options, device, architecture), parameters_of(source, name, options)
+                kernel = _loaded[wanted] = Kernel(native, name, listed, device.index)
     return kernel
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -43,22 +43,31 @@ def digest_of(source: Source, toolkit: Sequence[Path] = ()) -> str:
     left to the compiler. An include named by a macro is refused, because it would be missed.
     """
     digest = hashlib.sha256()
-    pending, seen = [source.path], {source.path}
-    while pending:
-        path = pending.pop()
-        of_toolkit = any(path.is_relative_to(folder) for folder in toolkit)
-        file = _read_once(path) if of_toolkit else _read(path)
+    for path, file in reached(source, toolkit):
         digest.update(f"{path.name} {file.digest}\n".encode())
-        if file.macros and not of_toolkit:
+        if file.macros and not _is_in(path, toolkit):
             raise InvalidArgument(
                 f"{path} includes {file.macros[0]}, a macro: name the header itself, so that its changes are seen"
             )
+    return digest.hexdigest()
+
+
+def reached(source: Source, toolkit: Sequence[Path] = ()) -> Iterator[tuple[Path, _File]]:
+    """A source and every header that it can reach, with what each includes."""
+    pending, seen = [source.path], {source.path}
+    while pending:
+        path = pending.pop()
+        file = _read_once(path) if _is_in(path, toolkit) else _read(path)
+        yield path, file
         for name in file.includes:
             found = _find(name, (path.parent, *source.headers, *toolkit))
             if found is not None and found not in seen:
                 seen.add(found)
                 pending.append(found)
-    return digest.hexdigest()
+
+
+def _is_in(path: Path, folders: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
 
 
 class _File(NamedTuple):

@@ -27,11 +27,9 @@ from torch import Tensor
 
 from saccade.launch.cuda import HEADERS, CudaLaunch
 from saccade.launch.flag import Flag
-from saccade.nvrtc import Bound, Options, Parameters, Source
+from saccade.nvrtc import Bound, Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "expiry.cu", (HEADERS,))
-SORT_PARAMETERS = Parameters(pointer="scores lengths trees start stop strange", int32="heads kv_len chunks")
-FIND_PARAMETERS = Parameters(pointer="lengths trees stop", int32="heads kv_len chunks slots keep")
 # keys sorted together, and the number of threads that sort them
 CHUNK = 1024
 SEARCHERS = 256  # threads of a searching block
@@ -118,14 +116,14 @@ def _launches(shape: Shape, device: torch.device) -> Launches:
 
 
 def calls_of(shape: Shape) -> tuple[CudaLaunch, CudaLaunch]:
-    """The launches in order, which take the pointers of `SORT_PARAMETERS` and of `FIND_PARAMETERS`."""
+    """The launches in order, which take the pointers of their kernels."""
     chunk, slots = shape.chunk, shape.slots
     sizes = {"heads": shape.heads, "kv_len": shape.kv_len, "chunks": shape.chunks}
     sort = CudaLaunch(
-        SOURCE, "expiry_sort", SORT_PARAMETERS, shape.options(), (slots, 1), chunk, (16 + 2 * shape.levels) * chunk, sizes
+        SOURCE, "expiry_sort", shape.options(), (slots, 1), chunk, (16 + 2 * shape.levels) * chunk, sizes
     )  # fmt: skip
     find = CudaLaunch(
-        SOURCE, "expiry_find", FIND_PARAMETERS, shape.options(), (slots * (chunk // shape.searchers), 1), shape.searchers,
+        SOURCE, "expiry_find", shape.options(), (slots * (chunk // shape.searchers), 1), shape.searchers,
         2 * BATCH * 4 * chunk, {**sizes, "slots": slots, "keep": shape.keep}, dependent=True,
     )  # fmt: skip
     return sort, find

@@ -17,14 +17,9 @@ from torch import Tensor
 from saccade.dynamic_mask.selection.lists_triton import Lists, longest_list
 from saccade.hardware import multiprocessors
 from saccade.launch.cuda import HEADERS, CudaLaunch
-from saccade.nvrtc import Options, Parameters, Source
+from saccade.nvrtc import Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "lists.cu", (HEADERS,))
-PARAMETERS = Parameters(
-    pointer="start stop keys counts wholes sums more",
-    int32="kv_len base blocks block of_stretch stretches room longest",
-    int64="sum_count more_count",
-)
 THREADS = 512
 MOST_LISTS = 4  # that a warp makes in a stretch
 # bytes of a key in shared memory: its interval and its index
@@ -54,7 +49,7 @@ class Shape(NamedTuple):
         return self.rows * self.blocks
 
     def call(self, zeros: tuple[int, int] = (0, 0)) -> CudaLaunch:
-        """The launch as data, which takes the pointers of `PARAMETERS`. zeros: how many floats of `sums`, a multiple of four, and of `more` it
+        """The launch as data, which takes the pointers of the kernel. zeros: how many floats of `sums`, a multiple of four, and of `more` it
         fills with zeros."""
         arguments = {
             "kv_len": self.kv_len, "base": self.kv_len - self.q_len, "blocks": self.blocks, "block": self.block,
@@ -63,7 +58,7 @@ class Shape(NamedTuple):
         }  # fmt: skip
         grid = (self.rows * self.stretches, 1)
         shared = CANDIDATE * self.room
-        return CudaLaunch(SOURCE, "query_lists", PARAMETERS, options(), grid, THREADS, shared, arguments, dependent=True)
+        return CudaLaunch(SOURCE, "query_lists", options(), grid, THREADS, shared, arguments, dependent=True)
 
 
 def shape_of(rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, device: torch.device) -> Shape:

@@ -12,12 +12,9 @@ from torch import Tensor
 
 from saccade.hardware import multiprocessors
 from saccade.launch.cuda import CudaLaunch, run, strides
-from saccade.nvrtc import Options, Parameters, Source
+from saccade.nvrtc import Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "mask_bits.cu")
-PARAMETERS = Parameters(
-    pointer="mask words", int32="batches heads rows columns", int64="mask_batch mask_head mask_row mask_column"
-)
 THREADS, COLUMNS, _BLOCKS = 256, 64, 8  # of a block; of a word; of a multiprocessor
 
 
@@ -61,4 +58,4 @@ def mask_bits_call(mask: Tensor, words: Tensor, processors: int) -> CudaLaunch:
     warps = batches * heads * -(-rows // 32) * _width(mask)
     grid = max(1, min(-(-warps * 32 // THREADS), _BLOCKS * processors))
     options = Options.of({"ROWS_LIE_CLOSE": mask.stride(2) == 1 != mask.stride(3), "THREADS": THREADS})
-    return CudaLaunch(SOURCE, "mask_bits", PARAMETERS, options, (grid, 1), THREADS, 0, arguments)
+    return CudaLaunch(SOURCE, "mask_bits", options, (grid, 1), THREADS, 0, arguments)

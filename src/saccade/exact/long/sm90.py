@@ -8,7 +8,6 @@ boolean masks.
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,41 +21,15 @@ from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import multiprocessors
 from saccade.launch.cache import LaunchCache
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, CudaLaunch, stride_names
+from saccade.launch.cuda import HEADERS, CudaLaunch
 from saccade.launch.dropout import survival_inverse, word_threshold
-from saccade.nvrtc import Bound, Options, Parameters, Source, tensor_map
+from saccade.nvrtc import Bound, Options, Source, tensor_map
 
 _FOLDER = Path(__file__).parent / "cuda"
 ARCHITECTURE = "90a"
 # queries of a team of forward, and how many times as many are in its memory; rows of a chunk, which are keys in forward and queries in backward;
 # keys of a round of backward
 BLOCK_ROWS, QUERY_SLOTS, CHUNK_ROWS, ROUND_ROWS = 128, 2, 64, 128
-
-_FREE = "sequences total_q total_k max_q max_k row_batch row_head"  # change from call to call, so they are passed in the place of pointers
-
-
-def _parameters(direction: str, grouped: bool, mask: bool, dropout: bool) -> Parameters:
-    int32 = "group_size heads head_dim" if grouped else "heads head_dim"
-    bits, masks = (" mask_bits", {"mask": 3}) if mask else ("", {})
-    drawn = Parameters(pointer="seed", uint32="threshold", float32="inverse") if dropout else Parameters()
-    if direction == "forward":
-        moved = Parameters(
-            tensor_map="query_map key_map value_map out_map", pointer=f"cu_q cu_k members count out lse{bits} {_FREE}"
-        )
-        return moved + drawn + Parameters(int64=stride_names(out=3, **masks), int32=int32, float32="exponent")
-    moved = Parameters(
-        tensor_map="query_map key_map value_map dout_map out_map",
-        pointer=f"cu_q cu_k members count lse dlse delta parked dquery dkey dvalue{bits} {_FREE} parked_block",
-    )
-    strides = stride_names(dquery=3, dkey=3, dvalue=3, **masks)
-    return moved + drawn + Parameters(int64=strides, int32=int32, float32="scale")
-
-
-_PARAMETERS = {
-    (direction, *chosen): _parameters(direction, *chosen)
-    for direction in ("forward", "backward")
-    for chosen in itertools.product((False, True), (False, True), (False, True))
-}
 
 
 def source(direction: str) -> Source:
@@ -82,11 +55,6 @@ def shared_bytes(direction: str, head_dim: int, config: Sm90Config) -> int:
 def owns_delta(head_dim: int) -> bool:
     """Whether backward computes delta itself; at D = 128 the tiles of out do not fit beside the others."""
     return head_dim <= 64
-
-
-def parameters(direction: str, grouped: bool = False, mask: bool = False, dropout: bool = False) -> Parameters:
-    """The parameter list of a kernel."""
-    return _PARAMETERS[direction, grouped, mask, dropout]
 
 
 def defines(
@@ -197,13 +165,13 @@ def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any]
     macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config, *features)
     shared = shared_bytes(direction, query.shape[-1], config)
     return CudaLaunch(
-        source(direction), f"long_{direction}_sm90", parameters(direction, *features), Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
+        source(direction), f"long_{direction}_sm90", Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
         ARCHITECTURE,
     )  # fmt: skip
 
 
 def _free(args: VarlenArgs) -> tuple[int, ...]:
-    """The numbers that change from call to call."""
+    """The numbers that change from call to call, so they are passed in the place of pointers."""
     query, key = args.query, args.key
     if query.dim() == 4:
         batch, heads = query.shape[:2]

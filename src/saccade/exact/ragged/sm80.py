@@ -19,17 +19,10 @@ from saccade.hardware import SMALL_SHARED, arch_of, multiprocessors
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import HEADERS
 from saccade.launch.disabled import FAILURES, disable, failure_of
-from saccade.nvrtc import Bound, Options, Parameters, Source, load, obstacles
+from saccade.nvrtc import Bound, Options, Source, load, obstacles
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "backward.cu", (HEADERS,))
 _STRIDED = ("query", "key", "value", "dout", "out", "dquery", "dkey", "dvalue")
-# the last four pointers are numbers in their place: they change from call to call, while the others are bound to the launch
-PARAMETERS = Parameters(
-    pointer="query key value cu_q cu_k members count dout out lse dlse dquery dkey dvalue total_q total_k max_q max_k",
-    int64=" ".join(f"{name}_{dim}" for name in _STRIDED for dim in ("row", "head")),
-    int32="heads",
-    float32="scale",
-)
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,7 @@ def _launch(tile: int, args: VarlenArgs, tensors: tuple[Tensor, ...], has_dlse: 
     key = (tile, tuple(strides.values()), query.shape[1:], query.dtype, query.device, args.causal, args.scale, has_dlse, config)
     found = _LAUNCHES.get(key)
     if found is None:
-        kernel = load(SOURCE, "ragged_backward", PARAMETERS, options(tile, args, has_dlse, config.stages), query.device)
+        kernel = load(SOURCE, "ragged_backward", options(tile, args, has_dlse, config.stages), query.device)
         shape = (config.programs * multiprocessors(query.device), 2 * tile, shared_bytes(tile, query.shape[2], config.stages))
         found = _LAUNCHES.remember(key, kernel.configure(*shape).bind({**strides, "heads": query.shape[1], "scale": args.scale}))
     return found
@@ -124,5 +117,6 @@ def backward(
     tensors = (
         query, key, value, args.cu_seqlens_q, args.cu_seqlens_k, members, count, dout, out, lse, lse if dlse is None else dlse, *gradients,
     )  # fmt: skip
+    # the last four pointers are numbers in their place: they change from call to call, while the other numbers are bound to the launch
     launch(*[x.data_ptr() for x in tensors], query.shape[0], key.shape[0], args.max_q, args.max_k)
     return True

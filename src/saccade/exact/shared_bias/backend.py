@@ -9,7 +9,7 @@ import torch
 from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
-from saccade.engine.rule import Rule, taken
+from saccade.engine.rule import Rule, Source, taken
 from saccade.engine.window import why_no_window
 from saccade.exact.shared_bias.config import MAX_HEAD_DIM, config_of
 from saccade.launch.requirements import triton_reasons
@@ -20,6 +20,7 @@ LONGEST_SHORT = 128  # tokens that the backend `short` takes
 # pairs of a query and a key (B * H * Tq * Tk) below which the time of an eager call is host time, of which torch's function needs less: Python
 # launches these kernels. An estimate, from about 1e9 pairs a millisecond
 FEWEST_PAIRS = 2**24
+MEASURED_HEAD_DIM = 64
 
 
 def _why_not(problem: Problem) -> list[str]:
@@ -45,7 +46,7 @@ def _prefers(problem: Problem) -> bool:
 
 
 def _rule(problem: Problem) -> Rule:
-    """Calls for which `auto` takes these kernels. Not measured yet: to be read from a table once it is."""
+    """Calls for which `auto` takes these kernels. Kernels were timed, and not yet whole calls beside torch's function in one run."""
     if problem.device_type != "cuda":
         return Rule("the interpreter is for tests")
     longest = max(problem.q_len, problem.kv_len)
@@ -53,12 +54,14 @@ def _rule(problem: Problem) -> Rule:
         return Rule(f"up to {LONGEST_SHORT} tokens it was not measured; the longest here has {longest}")
     if problem.q_len == 1:
         return Rule("of one query it was not measured")
+    if problem.head_dim > MEASURED_HEAD_DIM:
+        return Rule(f"kernels were measured up to D = {MEASURED_HEAD_DIM} alone")
     if problem.dtype == torch.float32:
         return Rule("float32 is computed exactly, without matrix units; not measured")
     pairs = problem.batch * problem.heads * problem.q_len * problem.kv_len
     if problem.python_counts and pairs < FEWEST_PAIRS:
         return Rule(f"the time of an eager call of {pairs:,} pairs is host time, of which torch's function needs less")
-    return taken(None, "a bias beyond 128 tokens, which torch's function reads again for each row")
+    return taken(Source("docs/notes/shared_bias.md"), "a bias beyond 128 tokens, which torch's function reads again for each row")
 
 
 def _form(problem: Problem) -> Any:

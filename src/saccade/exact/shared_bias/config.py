@@ -42,10 +42,10 @@ class Config:
         return f"forward {self.forward}, dK and dV {self.keys}, dQ {self.queries}, dbias {self.bias}{turned}"
 
 
-# D up to -> shapes in 16 bits. Those of D = 32 and 64 are the best of some thirty on one H100, 128 to 1,024 tokens; the others were chosen by what the
-# compiler says of registers.
+# D up to -> shapes in 16 bits. Those of D = 32 and 64 are the best of some thirty on one H100, 128 to 1,024 tokens (docs/notes/shared_bias.md); the others
+# were chosen by what the compiler says of registers.
 TABLE = {
-    32: Config(Shape(64, 64, 4, 3), Shape(32, 64, 4, 3), Shape(64, 64, 4, 3), Shape(128, 64, 4, 3)),
+    32: Config(Shape(64, 64, 4, 3), Shape(32, 64, 4, 3), Shape(64, 64, 4, 3), Shape(64, 64, 4, 3), programs=8, turns=True),
     64: Config(Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 4, 3), Shape(64, 64, 4, 3)),
     128: Config(Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 4, 2), Shape(64, 64, 8, 1)),
 }

@@ -20,8 +20,8 @@ from saccade.exact.short.config import Config, kernel_name, tile_size
 from saccade.exact.short.launch import BACKWARD_TENSORS, FORWARD_TENSORS
 from saccade.hardware import multiprocessors
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, stride_names, strides
-from saccade.nvrtc import Bound, Options, Parameters, Source, TensorMap, load, tensor_map
+from saccade.launch.cuda import HEADERS, strides
+from saccade.nvrtc import Bound, Options, Parameters, Source, TensorMap, load, parameters_of, tensor_map
 
 _FOLDER = Path(__file__).parent / "cuda"
 ARCHITECTURE = "90a"
@@ -44,13 +44,22 @@ class Built(NamedTuple):
     defines: dict[str, int]
     threads: int
     shared_bytes: int
-    parameters: Parameters
     numbers: dict[str, float]
 
     @property
     def name(self) -> str:
         """The kernel's name."""
         return kernel_name(self.form)
+
+    @property
+    def options(self) -> Options:
+        """How the kernel is compiled."""
+        return Options.of(self.defines)
+
+    @property
+    def parameters(self) -> Parameters:
+        """The kernel's parameters, in its order."""
+        return parameters_of(source(self.form), self.name, self.options)
 
 
 class Moved(NamedTuple):
@@ -101,33 +110,16 @@ class Sm90Launch:
 
     def _bind(self, device: torch.device) -> Bound:
         built = self.built
-        kernel = load(source(built.form), built.name, built.parameters, Options.of(built.defines), device, ARCHITECTURE)
+        kernel = load(source(built.form), built.name, built.options, device, ARCHITECTURE)
         return kernel.configure(self.programs, built.threads, built.shared_bytes).bind(built.numbers)
-
-
-# exponent: scale * log2(e)
-FORWARD_PARAMETERS = Parameters(
-    tensor_map="query_map key_map value_map out_map", pointer="lse", int32="heads q_len kv_len", float32="exponent"
-)
-BACKWARD_PARAMETERS = Parameters(
-    tensor_map="query_map key_map value_map dout_map dquery_map dkey_map dvalue_map",
-    pointer="lse dlse",
-    int32="problems heads q_len kv_len",
-    float32="scale",
-)
-POOLING_PARAMETERS = Parameters(
-    pointer="query key value dout lse dlse dquery dkey dvalue",
-    int32="heads kv_len head_dim",
-    int64=stride_names(query=2, key=3, value=3, dout=2, dquery=2, dkey=3, dvalue=3),
-    float32="scale",
-)
 
 
 def _launch(built: Built, programs: int, names: tuple[str, ...], tensors: dict[str, Tensor], columns: int) -> Sm90Launch:
     """The launch of a kernel. names: of the tensors of its direction. tensors: those that the copy engine moves, by name, in tiles of
     `columns` columns."""
-    moved = tuple((name, tensors[name]) for name in (x.removesuffix("_map") for x in built.parameters.maps))
-    pointers = tuple(names.index(name) for name in built.parameters.pointers)
+    parameters = built.parameters
+    moved = tuple((name, tensors[name]) for name in (x.removesuffix("_map") for x in parameters.maps))
+    pointers = tuple(names.index(name) for name in parameters.pointers)
     return Sm90Launch(built, programs, tuple((names.index(name), Moved.of(t, columns)) for name, t in moved), pointers)
 
 
@@ -141,7 +133,7 @@ def plan_forward(args: AttentionArgs, out: Tensor, config: Config) -> Sm90Launch
     batch, heads, q_len, _ = args.query.shape
     numbers = {"heads": heads, "q_len": q_len, "kv_len": args.key.shape[2], "exponent": args.scale * LOG2E}
     shared = 3 * tile + BARRIER_BYTES
-    built = Built("forward", defines | {"SHARED_BYTES": shared}, 32 * config.warps, shared, FORWARD_PARAMETERS, numbers)
+    built = Built("forward", defines | {"SHARED_BYTES": shared}, 32 * config.warps, shared, numbers)
     tensors = {"query": args.query, "key": args.key, "value": args.value, "out": out}
     return _launch(built, batch * heads, FORWARD_TENSORS, tensors, dim)
 
@@ -170,7 +162,7 @@ def plan_backward(
         programs = min(problems, config.programs_per_sm * multiprocessors(dout.device))
     numbers = {"problems": problems, "heads": heads, "q_len": q_len, "kv_len": args.key.shape[2], "scale": args.scale}
     shared += BARRIER_BYTES
-    built = Built(config.sm90, defines | {"SHARED_BYTES": shared}, 32 * config.warps, shared, BACKWARD_PARAMETERS, numbers)
+    built = Built(config.sm90, defines | {"SHARED_BYTES": shared}, 32 * config.warps, shared, numbers)
     tensors = dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True))
     tensors |= {"query": args.query, "key": args.key, "value": args.value, "dout": dout}
     return _launch(built, programs, BACKWARD_TENSORS, tensors, CHUNK if config.sm90 == "backward_streamed" else dim)
@@ -191,7 +183,7 @@ def _plan_pooling(
         **strides(query=args.query.stride()[:2], key=args.key.stride()[:3], value=args.value.stride()[:3], dout=dout.stride()[:2]),
         **strides(dquery=dq.stride()[:2], dkey=dk.stride()[:3], dvalue=dv.stride()[:3]),
     }  # fmt: skip
-    built = Built("pooling_backward", defines, 32 * config.warps, 0, POOLING_PARAMETERS, numbers)
+    built = Built("pooling_backward", defines, 32 * config.warps, 0, numbers)
     return _launch(built, batch * heads, BACKWARD_TENSORS, {}, 0)
 
 

@@ -15,43 +15,11 @@ from saccade.exact.args import AttentionArgs
 from saccade.exact.volta.config import DELTA_THREADS, OWNED_KEYS, backward_tile, forward_tile
 from saccade.hardware import arch_of
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, CudaLaunch, run, stride_names, strides
+from saccade.launch.cuda import HEADERS, CudaLaunch, run, strides
 from saccade.launch.dropout import drop_threshold
-from saccade.nvrtc import Options, Parameters, Source
+from saccade.nvrtc import Options, Source
 
 _CUDA = Path(__file__).parent / "cuda"
-_OPERANDS = "query key value mask lengths seed"  # the first pointers of every kernel but that of delta
-# factor: scale * log2(e). survival, inverse: 1 - p of dropout, and 1 / (1 - p)
-FORWARD_PARAMETERS = Parameters(
-    pointer=f"{_OPERANDS} out lse",
-    int64=stride_names(query=3, key=3, value=3, mask=4, out=3),
-    int32="heads group q_len kv_len q_tiles threshold",
-    float32="factor survival",
-)
-DELTA_PARAMETERS = Parameters(
-    pointer="query key mask lengths dout out lse dlse shift delta far",
-    int64=f"{stride_names(query=3, key=3, mask=4, dout=3, out=3)} rows",
-    int32="heads group q_len kv_len",
-    float32="factor",
-)
-BACKWARD_PARAMETERS = Parameters(
-    pointer=f"{_OPERANDS} dout shift delta far dquery dkey dvalue",
-    int64=stride_names(query=3, key=3, value=3, mask=4, dout=3, dkey=3, dvalue=3),
-    int32="heads group q_len kv_len kv_tiles threshold",
-    float32="factor inverse scale",
-)
-QUERY_GRADIENT_PARAMETERS = Parameters(
-    pointer=f"{_OPERANDS} dout shift delta far dquery",
-    int64=stride_names(query=3, key=3, value=3, mask=4, dout=3, dquery=3),
-    int32="heads group q_len kv_len q_tiles threshold",
-    float32="factor inverse scale",
-)
-BIAS_GRADIENT_PARAMETERS = Parameters(
-    pointer=f"{_OPERANDS} dout shift delta far dbias",
-    int64=stride_names(query=3, key=3, value=3, mask=4, dout=3),
-    int32="heads group q_len kv_len bias_heads q_programs k_programs batch_steps head_steps q_steps k_steps bias_queries bias_keys threshold",
-    float32="factor inverse",
-)
 
 
 class Features(NamedTuple):
@@ -138,7 +106,7 @@ def forward_call(
     }  # fmt: skip
     grid = (batch * heads * tiles, 1)
     return CudaLaunch(
-        _source("volta_forward"), "volta_forward", FORWARD_PARAMETERS, Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes,
+        _source("volta_forward"), "volta_forward", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes,
         arguments,
     )  # fmt: skip
 
@@ -162,9 +130,7 @@ def delta_call(
         "factor": features.scale * LOG2E,
     }  # fmt: skip
     grid = (-(-rows // (DELTA_THREADS // 8)), 1)
-    return CudaLaunch(
-        _source("volta_delta"), "volta_delta", DELTA_PARAMETERS, Options.of(defines), grid, DELTA_THREADS, 0, arguments
-    )
+    return CudaLaunch(_source("volta_delta"), "volta_delta", Options.of(defines), grid, DELTA_THREADS, 0, arguments)
 
 
 def backward_call(
@@ -187,7 +153,7 @@ def backward_call(
     }  # fmt: skip
     grid = (batch * kv_heads * tiles, 1)
     return CudaLaunch(
-        _source("volta_backward"), "volta_backward", BACKWARD_PARAMETERS, Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes,
+        _source("volta_backward"), "volta_backward", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes,
         arguments,
     )  # fmt: skip
 
@@ -210,7 +176,7 @@ def query_gradient_call(
     }  # fmt: skip
     grid = (batch * heads * tiles, 1)
     return CudaLaunch(
-        _source("volta_query_gradient"), "volta_query_gradient", QUERY_GRADIENT_PARAMETERS, Options.of(defines), grid, 32 * tile.warps,
+        _source("volta_query_gradient"), "volta_query_gradient", Options.of(defines), grid, 32 * tile.warps,
         tile.shared_bytes, arguments,
     )  # fmt: skip
 
@@ -238,13 +204,13 @@ def bias_gradient_call(
     }  # fmt: skip
     grid = (rows * bias_heads * q_programs * k_programs, 1)
     return CudaLaunch(
-        _source("volta_bias_gradient"), "volta_bias_gradient", BIAS_GRADIENT_PARAMETERS, Options.of(defines), grid, 32 * tile.warps,
+        _source("volta_bias_gradient"), "volta_bias_gradient", Options.of(defines), grid, 32 * tile.warps,
         tile.shared_bytes, arguments,
     )  # fmt: skip
 
 
 def _operands(args: AttentionArgs) -> tuple[Tensor | None, ...]:
-    """query, key, value, mask or bias, lengths, seed: `_OPERANDS`."""
+    """query, key, value, mask or bias, lengths, seed: the first pointers of every kernel but that of delta."""
     query, key, value, mask, bias, lengths, seed, *_ = args
     if mask is not None:
         key, value = _cleared(key, value, mask, query)

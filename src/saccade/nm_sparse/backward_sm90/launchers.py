@@ -11,28 +11,18 @@ from torch import Tensor
 from saccade.engine.layout import on_16_bytes
 from saccade.hardware import arch_of
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, addresses, stride_names, strides
+from saccade.launch.cuda import HEADERS, addresses, strides
 from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.backward_sm90 import one_pass
 from saccade.nm_sparse.bias_rows import bias_rows
 from saccade.nm_sparse.fused.config import DkvConfig, DqConfig, padded_dim, pick_backward
 from saccade.nm_sparse.fused.launchers import block_mask_of, bytes_of_bias, present, rows_map, visible_keys
-from saccade.nvrtc import Launch, Options, Parameters, Source, load, obstacles
+from saccade.nvrtc import Launch, Options, Source, load, obstacles
 
 DKV = Source(Path(__file__).parent / "cuda" / "backward_dkv_sm90.cu", (HEADERS,))
 DQ = Source(Path(__file__).parent / "cuda" / "backward_dq_sm90.cu", (HEADERS,))
 MAX_HEAD_DIM = 128
-_GIVEN = Parameters(tensor_map="query_map key_map value_map dout_map", pointer="kept lse delta block_mask seed")
-# vectors: whether `kept` may be read by 16 bytes
-_SIZES = Parameters(int32="heads group q_len kv_len seen words counters head_dim present vectors")
-_CHANCES = Parameters(int64=stride_names(mask=3), float32="exponent scale spared", uint32="threshold")
-# log_inverse: -log2 of the sum of a row's weights, which the dQ kernel writes for the other
-_BIAS = Parameters(pointer="bias log_inverse", int64="bias_batch bias_head bias_row", int32="bias_columns")
-_DKV_FIRST = _GIVEN + Parameters(pointer="dkey dvalue") + _SIZES + Parameters(int64=stride_names(dkey=3, dvalue=3))
-_DQ_FIRST = _GIVEN + Parameters(pointer="dquery") + _SIZES + Parameters(int64=stride_names(dquery=3))
-DKV_PARAMETERS, DQ_PARAMETERS = _DKV_FIRST + _CHANCES, _DQ_FIRST + _CHANCES
-DKV_BIAS_PARAMETERS, DQ_BIAS_PARAMETERS = _DKV_FIRST + _BIAS + _CHANCES, _DQ_FIRST + _BIAS + _CHANCES
 
 
 def takes(args: NMSparseArgs) -> bool:
@@ -83,8 +73,7 @@ def launch_dkv(
     if args.block_mask is not None:
         args = args._replace(block_mask=args.block_mask.mT.contiguous())
     dim, blocks = padded_dim(args.query.shape[3]), -(-args.key.shape[2] // 128)
-    parameters = DKV_PARAMETERS if args.bias is None else DKV_BIAS_PARAMETERS
-    kernel = load(DKV, "backward_dkv_sm90", parameters, backward_options(args, config), dk.device, "90a")
+    kernel = load(DKV, "backward_dkv_sm90", backward_options(args, config), dk.device, "90a")
     run = kernel.configure(grid=dk.shape[0] * dk.shape[1] * blocks, block=384, shared_bytes=config.shared_bytes(dim))
     _run(run, args, 64, dout, lse, kept, delta, log_inverse, dkey=dk, dvalue=dv)
 
@@ -93,14 +82,13 @@ def launch_dq(
     args: NMSparseArgs, config: DqConfig, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, dq: Tensor,
     log_inverse: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Run `backward_dq_sm90.cu`. A bias is one of `bias_rows`; log_inverse: with a bias, written for `launch_dkv`."""
+    """Run `backward_dq_sm90.cu`. A bias is one of `bias_rows`; log_inverse: with a bias, written for `launch_dkv`: -log2 of the sum of a row's weights."""
     if args.mask is not None:
         # Keys that a mask hides may hold NaN, and a weight of 0 times NaN is NaN. A query that keeps a NaN key already has a NaN
         # lse. No product is made of keys that a block mask hides from a warpgroup.
         args = args._replace(key=args.key.nan_to_num(0.0, 0.0, 0.0))
     dim, blocks = padded_dim(args.query.shape[3]), -(-args.query.shape[2] // 128)
-    parameters = DQ_PARAMETERS if args.bias is None else DQ_BIAS_PARAMETERS
-    kernel = load(DQ, "backward_dq_sm90", parameters, backward_options(args, config), dq.device, "90a")
+    kernel = load(DQ, "backward_dq_sm90", backward_options(args, config), dq.device, "90a")
     run = kernel.configure(grid=dq.shape[0] * dq.shape[1] * blocks, block=384, shared_bytes=config.shared_bytes(dim))
     _run(run, args, config.block_kv, dout, lse, kept, delta, log_inverse, dquery=dq)
 
@@ -113,6 +101,7 @@ def _run(
     heads, q_len, head_dim = query.shape[1:]
     seen, mask = visible_keys(args), block_mask_of(args)
     there = sum(present(x) << 2 * i for i, x in enumerate((query, key, value, dout)))
+    # whether `kept` may be read by 16 bytes
     vectors = kept.shape[3] % 4 == 0 and kept.data_ptr() % 16 == 0
     run(
         query_map=rows_map(query, q_len, 64), key_map=rows_map(key, seen, key_box), value_map=rows_map(value, seen, key_box),

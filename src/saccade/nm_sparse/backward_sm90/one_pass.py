@@ -8,25 +8,17 @@ import torch
 from torch import Tensor
 
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, addresses, stride_names, strides
+from saccade.launch.cuda import HEADERS, addresses, strides
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused.config import OnePassConfig, padded_dim, pick_one_pass
 from saccade.nm_sparse.fused.launchers import present, rows_map, visible_keys
 from saccade.nm_sparse.order import adds_in_order
-from saccade.nvrtc import Options, Parameters, Source, load
+from saccade.nvrtc import Options, Source, load
 
 ONE_PASS = Source(Path(__file__).parent / "cuda" / "backward_one_pass_sm90.cu", (HEADERS,))
 WRITE_DQ = Source(Path(__file__).parent / "cuda" / "write_dq_sm90.cu", (HEADERS,))
 TILE = 64  # queries of a sum in memory
 FEW, MANY = 1024, 8192  # queries and keys from which one pass is faster, by form
-ONE_PASS_PARAMETERS = (
-    Parameters(tensor_map="query_map key_map value_map dout_map", pointer="kept lse delta parked turns dkey dvalue")
-    + Parameters(int32="heads group q_len kv_len words head_dim present vectors")
-    + Parameters(int64=stride_names(dkey=3, dvalue=3), float32="exponent scale")
-)
-WRITE_DQ_PARAMETERS = (
-    Parameters(pointer="parked dquery", int32="heads q_len head_dim") + Parameters(int64=stride_names(dquery=3), float32="scale")
-)  # fmt: skip
 
 
 def takes(args: NMSparseArgs) -> bool:
@@ -75,7 +67,7 @@ def launch_one_pass(
         key = key.nan_to_num(0.0, 0.0, 0.0)
     heads, q_len, head_dim = query.shape[1:]
     dim, seen = padded_dim(head_dim), visible_keys(args)
-    kernel = load(ONE_PASS, "backward_one_pass_sm90", ONE_PASS_PARAMETERS, one_pass_options(args, config), dk.device, "90a")
+    kernel = load(ONE_PASS, "backward_one_pass_sm90", one_pass_options(args, config), dk.device, "90a")
     blocks = dk.shape[0] * dk.shape[1] * -(-dk.shape[2] // 128)
     kernel.configure(grid=blocks, block=384, shared_bytes=config.shared_bytes(dim))(
         query_map=rows_map(query, q_len, TILE), key_map=rows_map(key, seen, 64), value_map=rows_map(value, seen, 64),
@@ -90,7 +82,7 @@ def launch_one_pass(
 
 def launch_write_dq(args: NMSparseArgs, parked: Tensor, dq: Tensor) -> None:
     """Run `write_dq_sm90.cu`: the sums of dQ, times the scale, rounded."""
-    kernel = load(WRITE_DQ, "write_dq_sm90", WRITE_DQ_PARAMETERS, write_dq_options(args), dq.device, "90a")
+    kernel = load(WRITE_DQ, "write_dq_sm90", write_dq_options(args), dq.device, "90a")
     heads, q_len, head_dim = dq.shape[1:]
     kernel.configure(grid=dq.shape[0] * heads * -(-q_len // TILE), block=256)(
         **addresses(parked=parked, dquery=dq), heads=heads, q_len=q_len, head_dim=head_dim,

@@ -12,13 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.launch.cuda import HEADERS, CudaLaunch, run, stride_names, strides
-from saccade.nvrtc import Options, Parameters, Source
+from saccade.launch.cuda import HEADERS, CudaLaunch, run, strides
+from saccade.nvrtc import Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "combine.cu", (HEADERS,))
-PARAMETERS = Parameters(
-    pointer="part_outs part_sums out lse", int32="heads q_len head_dim whole parts", int64=stride_names(out=3)
-)
 # key tiles of a block from which it is split: with 16 (2,048 keys) splitting made no difference, with 32 it saves 2 %
 MIN_TILES = 24
 ROWS_A_BLOCK = 4  # of `combine`: one warp each
@@ -76,4 +73,4 @@ def combine_call(outs: Tensor, sums: Tensor, out: Tensor, lse: Tensor, plan: Spl
     }  # fmt: skip
     options = Options.of({"HEAD_DIM": dim, "BLOCK_Q": rows, "BF16": out.dtype == torch.bfloat16})
     grid = (plan.rest * rows // ROWS_A_BLOCK, 1)
-    return CudaLaunch(SOURCE, "combine", PARAMETERS, options, grid, 32 * ROWS_A_BLOCK, 0, arguments)
+    return CudaLaunch(SOURCE, "combine", options, grid, 32 * ROWS_A_BLOCK, 0, arguments)

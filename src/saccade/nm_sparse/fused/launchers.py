@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from saccade.engine.layout import empty_like_heads
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, addresses, stride_names, strides
+from saccade.launch.cuda import HEADERS, addresses, strides
 from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.bias_rows import bias_rows, shown_values
@@ -25,44 +24,10 @@ from saccade.nm_sparse.fused.last_wave import Split
 from saccade.nm_sparse.key_bits import NO_KEYS, KeyBits, narrowed, pack_keys
 from saccade.nm_sparse.problem import BLOCK
 from saccade.nm_sparse.query_bits import QueryBits, is_by_query, pack_queries
-from saccade.nvrtc import Options, Parameters, Source, TensorMap, load, tensor_map
+from saccade.nvrtc import Options, Source, TensorMap, load, tensor_map
 
 SM90 = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu", (HEADERS,))
 SM80 = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu", (HEADERS,))
-# key_words, keys_batch: `KeyBits.sizes`, or `QueryBits.sizes`, whose steps a mask of queries has beside them
-_BITS = Parameters(int32="key_words keys_batch")
-_QUERY_BITS = Parameters(int32="keys_head keys_query")
-_BIAS = Parameters(pointer="bias", int64="bias_batch bias_head bias_row", int32="bias_columns", float32="score_scale")
-# tail: the last keys, which are no whole four
-_SM90_FIRST = Parameters(
-    tensor_map="query_map key_map tail_map value_map",
-    pointer="out lse kept block_mask seed key_bits key_spans part_outs part_sums",
-    int32="heads group q_len kv_len words counters head_dim problems present opaque_one",
-)
-_SM80_FIRST = Parameters(
-    pointer="query key value out lse kept block_mask seed key_bits key_spans",
-    int32="heads group q_len kv_len words counters problems opaque_one",
-)
-_NUMBERS = Parameters(float32="scale spared", uint32="threshold")
-_SM90_LAST = Parameters(int32="whole parts", int64=stride_names(out=3, mask=3)) + _NUMBERS
-_SM80_LAST = Parameters(int64=stride_names(query=3, key=3, value=3, out=3, mask=3)) + _NUMBERS
-
-
-def sm90_parameters(by_query: bool, biased: bool) -> Parameters:
-    """The parameters of `fused_sm90.cu`. by_query: there is a mask of queries. biased: there is a bias."""
-    return _listed(_SM90_FIRST, _SM90_LAST, by_query, biased)
-
-
-def sm80_parameters(by_query: bool, biased: bool) -> Parameters:
-    """The parameters of `fused_sm80.cu`, likewise."""
-    return _listed(_SM80_FIRST, _SM80_LAST, by_query, biased)
-
-
-@functools.cache
-def _listed(first: Parameters, last: Parameters, by_query: bool, biased: bool) -> Parameters:
-    made = first + _BITS
-    made = made + _QUERY_BITS if by_query else made
-    return (made + _BIAS if biased else made) + last
 
 
 def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,8 +102,7 @@ def launch_sm90(
     plan = _split_of(args, config, multiprocessors(out.device))
     blocks_run = min(plan.pieces, multiprocessors(out.device)) if config.persistent else plan.pieces
     options = sm90_options(args, config, kept.numel() > 0, plan.parts > 1)
-    parameters = sm90_parameters(_by_query(args), args.bias is not None)
-    kernel = load(SM90, "fused_sm90", parameters, options, out.device, "90a")
+    kernel = load(SM90, "fused_sm90", options, out.device, "90a")
     shared = config.shared_bytes(padded_dim(head_dim), tiles)
     run = kernel.configure(grid=blocks_run, block=128 * (config.warpgroups + 1), shared_bytes=shared)
     parts = last_wave.allocate(plan, config.block_q, padded_dim(head_dim), out.device)
@@ -170,8 +134,7 @@ def launch_sm80(
     """Run `fused_sm80.cu`; `kept` is filled unless it is empty. keys: the mask of `args` as bits; a bias is one of `bias_rows`."""
     batch, heads, q_len, head_dim = args.query.shape
     blocks = batch * heads * -(-q_len // (16 * config.tall * config.warps))
-    parameters = sm80_parameters(_by_query(args), args.bias is not None)
-    kernel = load(SM80, "fused_sm80", parameters, sm80_options(args, config, kept.numel() > 0), out.device)
+    kernel = load(SM80, "fused_sm80", sm80_options(args, config, kept.numel() > 0), out.device)
     run = kernel.configure(grid=blocks, block=32 * config.warps, shared_bytes=config.shared_bytes(head_dim))
     query, key, value = args[:3]
     run(
@@ -182,7 +145,10 @@ def launch_sm80(
 
 
 def _shared_arguments(args: NMSparseArgs, lse: Tensor, kept: Tensor, keys: KeyBits | QueryBits) -> dict[str, Any]:
-    """The arguments that both kernels take."""
+    """The arguments that both kernels take.
+
+    key_words and keys_batch are `KeyBits.sizes`, or `QueryBits.sizes` with the steps of a mask of queries.
+    """
     batch, heads, q_len, _ = args.query.shape
     mask, (key_words, keys_batch) = block_mask_of(args), keys.sizes
     steps = dict(zip(("keys_head", "keys_query"), keys.steps, strict=True)) if isinstance(keys, QueryBits) else {}

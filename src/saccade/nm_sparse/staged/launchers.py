@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from saccade.engine.layout import on_16_bytes
 from saccade.hardware import arch_of, multiprocessors
-from saccade.launch.cuda import HEADERS, CudaLaunch, run, stride_names, strides
+from saccade.launch.cuda import HEADERS, CudaLaunch, run, strides
 from saccade.nm_sparse.staged.config import (
     WARP_ROWS,
     matmul_tile,
@@ -27,21 +27,9 @@ from saccade.nm_sparse.staged.config import (
     softmax_lanes,
     span,
 )
-from saccade.nvrtc import Options, Parameters, Source
+from saccade.nvrtc import Options, Source
 
 _CUDA = Path(__file__).parent / "cuda"
-SCORES_PARAMETERS = Parameters(
-    pointer="query key mask block_mask values metadata",
-    int64=stride_names(query=3, key=3, mask=4, block_mask=3),
-    int32="heads group q_len kv_len rows cols q_tiles tiles_per_block",
-    float32="scale",
-)
-SOFTMAX_PARAMETERS = Parameters(pointer="scores weights", int64="all_rows", int32="rows chunks")
-MATMUL_PARAMETERS = Parameters(
-    pointer="weights metadata value out",
-    int64=stride_names(value=3, out=3),
-    int32="heads group q_len kv_len rows cols width q_tiles",
-)
 _DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -123,7 +111,6 @@ def scores_call(
     return CudaLaunch(
         _source("nm_scores"),
         "nm_scores",
-        SCORES_PARAMETERS,
         Options.of(defines),
         grid,
         32 * tile.warps,
@@ -144,7 +131,7 @@ def softmax_call(values: Tensor, out: Tensor, is_causal: bool, limits: Limits) -
     defines = {"DTYPE": _DTYPE[values.dtype], "LANES": lanes, "VECTORS": vectors, "THREADS": threads, "CAUSAL": is_causal}
     arguments = {"scores": values, "weights": out, "all_rows": all_rows, "rows": rows, "chunks": chunks}
     grid = (-(-all_rows // (threads // lanes)), 1)
-    return CudaLaunch(_source("nm_softmax"), "nm_softmax", SOFTMAX_PARAMETERS, Options.of(defines), grid, threads, 0, arguments)
+    return CudaLaunch(_source("nm_softmax"), "nm_softmax", Options.of(defines), grid, threads, 0, arguments)
 
 
 def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, is_causal: bool, limits: Limits) -> CudaLaunch:
@@ -168,7 +155,6 @@ def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, i
     return CudaLaunch(
         _source("nm_matmul"),
         "nm_matmul",
-        MATMUL_PARAMETERS,
         Options.of(defines),
         grid,
         32 * tile.warps,

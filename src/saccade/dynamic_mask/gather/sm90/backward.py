@@ -17,18 +17,11 @@ from saccade.dynamic_mask.selection.lists_triton import longest_list
 from saccade.engine.layout import strides_like_heads
 from saccade.hardware import multiprocessors
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, CudaLaunch, stride_names, strides
+from saccade.launch.cuda import HEADERS, CudaLaunch, strides
 from saccade.launch.triton import pow2
-from saccade.nvrtc import Options, Parameters, Source
+from saccade.nvrtc import Options, Source
 
 BACKWARD = Source(Path(__file__).parent / "cuda" / "backward_sm90.cu", (HEADERS,))
-PARAMETERS = Parameters(
-    pointer="query key value scores start stop lists counts wholes dout out lse dlse dquery dkey dvalue dscores",
-    int64=stride_names(query=3, key=2, value=2, dout=3, out=3, dquery=3),
-    uint32="key_row value_row",  # in bytes
-    int32="kv_heads group group_shift q_len kv_len longest blocks owners total",
-    float32="exponent scale",
-)
 takes = forward_sm90.takes
 _PART_ROWS = 128  # rows that are multiplied together
 _PARTS = {64: 2, 128: 1}  # head dim -> parts of a block: at D = 128 shared memory holds one
@@ -172,7 +165,7 @@ def backward_call(
     grid = (min(owners * blocks, processors), 1)
     # not a dependent launch: its blocks then arrive while the lists' still hold their places, and the kernel takes 0.55 ms for 0.48 at D = 64
     # and n = 16,384 (docs/notes/dynamic_mask.md)
-    return CudaLaunch(BACKWARD, "backward_sm90", PARAMETERS, options, grid, 384, config.shared_bytes(head_dim), arguments, "90a")
+    return CudaLaunch(BACKWARD, "backward_sm90", options, grid, 384, config.shared_bytes(head_dim), arguments, "90a")
 
 
 def backward_options(head_dim: int, dtype: torch.dtype, has_scores: bool, config: BackwardConfig) -> Options:

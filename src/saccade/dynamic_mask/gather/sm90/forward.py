@@ -15,21 +15,12 @@ from saccade.dynamic_mask.selection.lists_triton import longest_list
 from saccade.engine.layout import strides_like_heads
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, CudaLaunch, stride_names, strides
+from saccade.launch.cuda import HEADERS, CudaLaunch, strides
 from saccade.launch.triton import pow2
-from saccade.nvrtc import Bound, Options, Parameters, Source, obstacles
+from saccade.nvrtc import Bound, Options, Source, obstacles
 from saccade.nvrtc.tensor_map import AnyRows
 
 FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
-# of `forward_sm90`; with maps, where keys that follow each other are fetched by the copy engine
-PARAMETERS = Parameters(
-    pointer="query key value scores start stop lists counts wholes out lse",
-    int64=stride_names(query=3, key=2, value=2, out=3),
-    uint32="key_row value_row",  # in bytes
-    int32="kv_heads q_len kv_len longest blocks owners",
-    float32="scale",
-)
-PARAMETERS_WITH_MAPS = PARAMETERS + Parameters(tensor_map="key_map value_map")
 MAX_GROUP = 64  # heads of a key head: a block has the rows of at least one query
 _BLOCK_N = 64
 _GATHER_WARPS = 4  # as gather.cuh has it
@@ -126,7 +117,7 @@ def block_of(layout: Layout) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def launch(layout: Layout, dtype: torch.dtype, has_scores: bool, max_new_keys: int, scale: float, device: torch.device) -> Bound:
-    """The launch that runs calls of a layout on a device; max_new_keys: as of `lists.build_lists`. It takes the pointers of `PARAMETERS`."""
+    """The launch that runs calls of a layout on a device; max_new_keys: as of `lists.build_lists`. It takes the pointers of the kernel."""
     longest = longest_list(layout.key[2], block_of(layout), max_new_keys)
     config, runs = CONFIGS[layout.query[3]], all(rows.allowed() for rows in row_maps(layout))
     return forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device), runs).ready(device)
@@ -149,12 +140,11 @@ def forward_call(
     }  # fmt: skip
     if runs:
         arguments |= zip(("key_map", "value_map"), row_maps(layout), strict=True)
-    parameters = PARAMETERS_WITH_MAPS if runs else PARAMETERS
     options = forward_options(head_dim, heads // kv_heads, dtype, has_scores, config, runs)
     grid = (min(owners * blocks, processors), 1)
     threads = 128 * (config.warpgroups + 1)
     shared = config.shared_bytes(head_dim)
-    return CudaLaunch(FORWARD, "forward_sm90", parameters, options, grid, threads, shared, arguments, "90a", dependent=True)
+    return CudaLaunch(FORWARD, "forward_sm90", options, grid, threads, shared, arguments, "90a", dependent=True)
 
 
 def row_maps(layout: Layout) -> tuple[AnyRows, AnyRows]:
