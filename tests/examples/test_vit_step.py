@@ -44,7 +44,9 @@ def test_it_runs_and_reaches_every_layer(capsys, monkeypatch):
     assert vit_step.main(SMALL) == 0
     assert set(calls) == {torch.Size([2, 2, 17, 12])}
     assert len(calls) == 2 * 3  # layers; once compared, twice stepped
-    assert "2 images of 17 tokens, 2 layers" in capsys.readouterr().out.replace("\n", " ").replace("  ", " ")
+    printed = capsys.readouterr().out.replace("\n", " ").replace("  ", " ")
+    assert printed.startswith("Comparing one step of both, then timing 1 of each on cpu.")  # before anything takes time
+    assert "2 images of 17 tokens, 2 layers" in printed
     assert not torch.nn.functional.scaled_dot_product_attention.__module__.startswith("saccade")
 
 
