@@ -52,6 +52,17 @@ def draw(path: Path) -> list[Path]:
     return style.save(path, lambda: _figure(rows)) if rows else []
 
 
+def newest(folder: Path, table: str) -> Path | None:
+    """The CSV of a table whose last row is the latest; of a tie, the one with most rows. None if no machine has one."""
+
+    def age(path: Path) -> tuple[str, int]:
+        with open(path, newline="") as handle:
+            days = [row.get("date") or "" for row in csv.DictReader(handle)]
+        return max(days, default=""), len(days)
+
+    return max((p for p in folder.glob(f"*/{table}.csv") if p.parent.name != "predictions"), key=age, default=None)
+
+
 def _figure(rows: Rows) -> Any:
     groups: dict[str, list[marks.Row]] = {}
     for heading, row in _rows(rows):

@@ -51,17 +51,6 @@ def draw(path: Path) -> list[Path]:
     return []
 
 
-def newest(folder: Path, table: str) -> Path | None:
-    """The CSV of a table whose last row is the latest; of a tie, the one with most rows. None if no machine has one."""
-
-    def age(path: Path) -> tuple[str, int]:
-        with open(path, newline="") as handle:
-            days = [row.get("date") or "" for row in csv.DictReader(handle)]
-        return max(days, default=""), len(days)
-
-    return max((p for p in folder.glob(f"*/{table}.csv") if p.parent.name != "predictions"), key=age, default=None)
-
-
 def show(written: list[Path], pages: list[Path]) -> None:
     """Remove the same plots of other machines, and let the pages show these."""
     for plot_path in written:
@@ -83,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder that holds a folder for each machine")
     parser.add_argument("--pages", type=Path, default=HERE.parent, help="folder of the README and of docs/")
     given = parser.parse_args(arguments)
-    found = {table: newest(given.results, table) for table in given.tables or (*TABLES, *CURVES, *QUALITY)}
+    found = {table: plot.newest(given.results, table) for table in given.tables or (*TABLES, *CURVES, *QUALITY)}
     missing = [table for table in given.tables if found[table] is None]
     if missing or not any(found.values()):
         print(

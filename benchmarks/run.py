@@ -50,7 +50,7 @@ def main() -> int:
     if options.rows and options.table not in ("models", "encoders"):
         parser.error(f"--rows is for the tables models and encoders; {options.table} is measured as a whole")
     if options.plot_only:
-        from plot_all import newest
+        from plot import newest
 
         table = newest(results_folder(), options.table)
         folder = options.out or (table.parent if table else results_folder() / gpu_folder())
