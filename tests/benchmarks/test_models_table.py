@@ -178,6 +178,12 @@ def test_the_plot_shows_speed_over_stock(load):
     times = {"stock": "6", "saccade": "2", "saccade_unpadded": "1.5", "unknown": "1"}
     rows = [{"problem": "p", "direction": "fwd", "backend": name, "ms_p50": ms} for name, ms in times.items()]
     assert load("plot_models").gains_of(rows) == {("fwd", "p"): {"saccade": 3.0, "saccade_unpadded": 4.0}}
+    rows.append({"problem": "p", "direction": "fwd", "backend": "saccade_captured", "ms_p50": "1"})
+    assert load("plot_models").gains_of(rows)["fwd", "p"] == {
+        "saccade_loop": 3.0,
+        "saccade_unpadded": 4.0,
+        "saccade_captured": 6.0,
+    }
 
 
 @pytest.mark.parametrize(
