@@ -146,7 +146,9 @@ def torch_windowed(shape: Shape, *call: Tensor | int) -> Tensor:
     """torch's function for packed sequences, with the window."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(*call, window_size=shape.window, enable_gqa=shape.heads != shape.kv_heads)
+    # torch 2.11 has no such keyword
+    grouped = {"enable_gqa": True} if shape.heads != shape.kv_heads else {}
+    return varlen_attn(*call, window_size=shape.window, **grouped)
 
 
 def fa4_windowed(shape: Shape, q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int) -> Tensor:
