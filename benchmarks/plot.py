@@ -15,8 +15,10 @@ from plot_models import draw_models
 from plot_nm import PLOTS, draw_nm
 from plot_short import draw_auto, draw_sizes
 
-_OURS = ("short", "long", "shared_bias", "ragged", "volta")
-_PEERS = ("fa4", "varlen_attn", "flex", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa_padded", "unfused")
+_OURS = ("short", "long", "shared_bias", "ragged", "volta")  # the first that a table has is compared
+_PEERS = (
+    "fa4", "varlen_attn", "flex", "cuequivariance", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa", "sdpa_padded", "unfused",
+)  # fmt: skip
 _TITLES = {
     "short_full": "Short sequences",
     "short_pooling": "One query (CLS only, pooling)",
@@ -48,8 +50,13 @@ def draw(path: Path) -> list[Path]:
     if path.stem in own:
         return own[path.stem](path)
     with open(path, newline="") as handle:
-        rows = [r for r in csv.DictReader(handle) if r["note"] == "" and r["backend"] in (*_OURS, *_PEERS)]
+        rows = [r for r in csv.DictReader(handle) if _is_plain(r) and r["backend"] in (*_OURS, *_PEERS)]
     return style.save(path, lambda: _figure(rows)) if rows else []
+
+
+def _is_plain(row: dict[str, str]) -> bool:
+    """Whether a row is of a call as a program makes it. Notes of `shared_bias` begin with the model."""
+    return row["note"] == "" or (row["table"] == "shared_bias" and not row["note"].endswith("captured"))
 
 
 def newest(folder: Path, table: str) -> Path | None:
@@ -92,8 +99,12 @@ def _rows(rows: Rows) -> Iterator[tuple[str, marks.Row]]:
                 dots.append(marks.Dot(gain, style.SACCADE, f"{style.SACCADE.name}, {name}", setting))
                 said.append((marks.number(gain), style.LOOKS[best].name))
         if dots:
+            note = next(r["note"] for r in rows if r["problem"] == problem)
             heading, label = _label(problem)
-            yield heading, marks.Row(label, dots, " · ".join(value for value, _ in said) + f"  {said[-1][1]}")
+            yield (
+                note.split(", ")[0] or heading,
+                marks.Row(label, dots, " · ".join(value for value, _ in said) + f"  {said[-1][1]}"),
+            )
 
 
 def _of(way: str, times: Times, apart: bool) -> dict[str, float]:
@@ -107,13 +118,13 @@ def _of(way: str, times: Times, apart: bool) -> dict[str, float]:
 def best_of(found: dict[str, float]) -> tuple[float, str]:
     """How many times as fast as the best peer ours is, and that peer; "" if either is missing."""
     ours, peers = [found[b] for b in _OURS if b in found], [(found[b], b) for b in _PEERS if b in found]
-    return (min(peers)[0] / min(ours), min(peers)[1]) if ours and peers else (0.0, "")
+    return (min(peers)[0] / ours[0], min(peers)[1]) if ours and peers else (0.0, "")
 
 
 def _label(problem: str) -> tuple[str, str]:
     """The heading under which a problem stands, and its name there."""
     fields = dict(re.findall(r"(\w+)=(\w+)", problem))
-    more = "".join(f", {word}" for word in ("causal", "lengths", "bias") if word in problem)
+    more = "".join(f", {word.replace('_', ' ')}" for word in ("causal", "lengths", "bias", "key_mask") if word in problem)
     if window := re.search(r"window=\((\d+), (\d+)\)", problem):
         return f"window {window[1]}, {window[2]}{more}", f"longest {int(fields['longest']):,}, B = {int(fields['B']):,}"
     if "longest" in fields:

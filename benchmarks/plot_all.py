@@ -24,7 +24,7 @@ import mlm_curves  # noqa: E402
 import plot  # noqa: E402
 
 TABLES = (
-    "short_full", "short_pooling", "short_models", "short_auto", "short_long", "short_sizes", "short_ragged", "volta",
+    "short_full", "short_pooling", "short_models", "short_auto", "short_long", "short_sizes", "short_ragged", "shared_bias", "windows", "volta",
     "dynamic_mask_length", "dynamic_mask_decode", "dynamic_mask_cpu", "nm_fused", "nm_fused_sm80", "nm_figure5", "nm_figure11",
     "nm_memory", "nm_end_to_end", "nm_rivals", "pooled_depth", "models", "encoders",
 )  # fmt: skip

@@ -55,6 +55,7 @@ LOOKS = {
     "sdpa": Look("SDPA", "#7a93ad", "P"),  # torch chooses the backend
     "sdpa_padded": Look("SDPA padded, with a mask", "#a3a13c", "X"),
     "flex": Look("FlexAttention", "#cb6298", "p"),
+    "cuequivariance": Look("cuEquivariance", "#5f9ea0", "h"),
     "dense": Look("dense", "#8d939c", "s"),
     "unfused": Look("unfused dense", "#747c88", "s"),
     "window": Look("sliding window", "#b08a5b", "^"),
@@ -67,7 +68,8 @@ LOOKS = {
 }
 # our backends, in whatever table; those in plain torch have a colour of their own
 LOOKS |= dict.fromkeys(
-    ("short", "volta", "long", "ragged", "auto", "gather", "decode", "gather_cpp", "mma_sp", "staged", "fused"), SACCADE
+    ("short", "volta", "long", "shared_bias", "ragged", "auto", "gather", "decode", "gather_cpp", "mma_sp", "staged", "fused"),
+    SACCADE,
 )
 LOOKS["gather_torch"] = Look("saccade, plain torch", "#b9862f", "v")
 

@@ -83,7 +83,7 @@ def test_a_row_compares_with_the_best_peer():
     name = "attention(B=9 H=8 Tq=128 Tk=128 D=64 bf16 causal grad sm_90)"
     times = {"short": (1.0, 2.5), "sdpa_flash": (4.0, 6.0), "sdpa_cudnn": (3.0, 7.0)}
     rows = [
-        {"table": "short_full", "problem": name, "direction": way, "backend": b, "ms_p50": str(t)}
+        {"table": "short_full", "problem": name, "direction": way, "backend": b, "ms_p50": str(t), "note": ""}
         for b, both in times.items()
         for way, t in zip(("fwd", "bwd"), both, strict=True)
     ]
@@ -91,6 +91,8 @@ def test_a_row_compares_with_the_best_peer():
     assert (heading, row.name) == ("separate Q, K, V", "128 tokens, D = 64, causal, H = 8")
     assert [dot.value for dot in row.dots] == [3.0, pytest.approx(10 / 3.5)]  # the sum, as both together were not measured
     assert row.said == "3.00 · 2.86  SDPA cuDNN"
+    ((heading, row),) = plot._rows([r | {"note": "triangle, compiled in 9 s"} for r in rows])
+    assert heading == "triangle"
     alone = [r for r in rows if r["backend"] == "short"]
     assert list(plot._rows(alone)) == []
 
