@@ -131,5 +131,7 @@ def _label(problem: str) -> tuple[str, str]:
         mean = f"mean {fields['mean']} of " if "mean" in fields else ""
         return f"{mean}{fields['longest']} tokens, {int(fields['B']):,} sequences", f"D = {fields['D']}, H = {fields['H']}{more}"
     heading = "packed QKV" if " packed" in problem else "separate Q, K, V"
-    tokens = f"{fields['Tq']} × {fields['Tk']}" if fields["Tq"] != fields["Tk"] else f"{fields['Tq']} tokens"
+    tokens = f"{fields['Tq']} tokens" if fields["Tq"] == fields["Tk"] else f"{fields['Tq']} × {fields['Tk']}"
+    if fields["Tq"] == "1":
+        tokens = f"1 query, {fields['Tk']} keys"
     return heading, f"{tokens}, D = {fields['D']}" + (f"{more}, H = {fields['H']}" if more else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any, NamedTuple
 
 import plot_style as style
@@ -80,17 +81,13 @@ def ends(
     for y, (look, setting, values) in enumerate(found.values()):
         if not values:
             continue
-        mean = statistics.fmean(values)
+        mean = round(statistics.fmean(values), 9)  # 0.3375, of which the nearest binary number is below
         axis.hlines(y, min(values), max(values), colors=look.colour, linewidth=1.4, zorder=2)
         axis.plot(values, [y] * len(values), "|", color=look.colour, markersize=7, zorder=2)
         axis.plot(mean, y, **style.dot(look, setting), zorder=3)
-        axis.annotate(
-            f"{mean:{'+' if signed else ''}.{digits if abs(mean) < 100 else 0}f}",
-            (1.02, y),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=_NAMED,
-        )
+        said = Decimal(str(mean)).quantize(Decimal(10) ** -(digits if abs(mean) < 100 else 0), ROUND_HALF_UP)
+        options = {"xycoords": ("axes fraction", "data"), "va": "center", "fontsize": _NAMED}
+        axis.annotate(f"{said:+}" if signed else str(said), (1.02, y), **options)
     _names(axis, [(name if named else "", False) for name in found])
 
 

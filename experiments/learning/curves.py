@@ -47,8 +47,8 @@ def _figure(table: str, rows: Rows) -> Any:
         if several:
             _lines(axis, f"{task}, n = {length:,}{_more(own[0])}", own)
         else:
-            marks.ends(axis, ended(own, held), named=axis is axes[0, 0])
-            axis.set(title=task, xlabel="test accuracy at the end")
+            marks.ends(axis, ended(own, held), digits=2 if "keep" in first else 3, named=axis is axes[0, 0])
+            axis.set(title=task, xlabel="test accuracy at the end", xlim=(0, None))
     axes[0, 0].set_ylabel("test accuracy" if several else "")
     title = "Accuracy after training with " + ("dynamic masks" if "keep" in first else "pruned attention")
     seeds = f"{len({row['seed'] for row in rows})} seeds"
