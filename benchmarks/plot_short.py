@@ -1,4 +1,4 @@
-"""The plot of `short_sizes`: how many times as fast as torch's function a call is, lengths against numbers of problems, in colours."""
+"""The plots of `short_auto`, a dot for each row in order, and of `short_sizes`, a map of lengths and numbers of problems."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import plot_style as style
 
 _DIRECTIONS = {"fwd": "forward", "fwd+bwd": "forward and backward"}
+_LOST = 0.97  # a row below it is named
 # title -> (note, ours, the others, of which the fastest is compared)
 _WAYS = {
     "eager, auto against SDPA": ("", ("auto",), ("sdpa",)),
@@ -22,16 +23,61 @@ _WAYS = {
 }
 
 Gains = dict[tuple[int, int, int], float]  # (D, S, problems) -> how many times as fast
+Rows = list[dict[str, str]]
+
+
+def draw_auto(path: Path) -> list[Path]:
+    """Draw `short_auto.png` and `.dark.png` beside the CSV."""
+    with open(path, newline="") as handle:
+        rows = list(csv.DictReader(handle))
+    return style.save(path, lambda: _auto(rows))
+
+
+def _auto(rows: Rows) -> Any:
+    """All rows of a direction from the slowest to the fastest; those that lose have their problem beside them."""
+    gains = auto_gains(rows)
+    figure, axes = style.panels(1, len(_DIRECTIONS), 4.4, sharey=True)
+    for axis, (direction, name) in zip(axes[0], _DIRECTIONS.items(), strict=True):
+        found = sorted((gain, problem, note) for (problem, note, way), gain in gains.items() if way == direction)
+        axis.plot([gain for gain, _, _ in found], **style.dot(style.SACCADE) | {"markersize": 3.6}, label=style.SACCADE.name)
+        style.level(axis, f"{style.LOOKS['sdpa'].name}, called directly")
+        lost = [(x, gain, _words(problem)) for x, (gain, problem, _) in enumerate(found) if gain < _LOST]
+        for x, gain, words in lost:
+            axis.annotate(
+                f"{gain:.2f}  {words}", (x, gain), xytext=(0.08, 0.02 + 0.055 * x), textcoords="axes fraction", fontsize=7.6,
+                arrowprops={"arrowstyle": "-", "color": style.quiet(), "linewidth": 0.7, "relpos": (0, 0.5)},
+            )  # fmt: skip
+        axis.set(yscale="log", title=f"{name}, {len(found)} rows", xlabel="rows, from the slowest to the fastest")
+        axis.set_xlim(-4, len(found) + 3)
+        axis.set_ylim(bottom=0.62)  # the names stand below the line
+        style.plain_numbers(axis)
+    axes[0, 0].set_ylabel("times as fast")
+    facts = style.facts(rows[0], "wall clock, eager", "logarithmic scale")
+    style.head(figure, "What a program calls, off the grid", facts)
+    return figure
+
+
+def auto_gains(rows: Rows) -> dict[tuple[str, str, str], float]:
+    """(problem, note, direction) -> the time of torch's function over that of `auto`; of one measured twice the last."""
+    times = {(r["problem"], r["note"], r["direction"], r["backend"]): float(r["ms_p50"]) for r in rows}
+    return {
+        (p, note, way): times[p, note, way, "sdpa"] / time for (p, note, way, backend), time in times.items() if backend == "auto"
+    }
+
+
+def _words(problem: str) -> str:
+    """A problem without its GPU, as a label."""
+    return re.sub(r" (grad|sm_\d+)\b", "", problem.partition("(")[2].rstrip(")"))
 
 
 def draw_sizes(path: Path) -> list[Path]:
     """Draw `short_sizes.png` and `.dark.png` beside the CSV."""
     with open(path, newline="") as handle:
         rows = list(csv.DictReader(handle))
-    return style.save(path, lambda: _figure(rows))
+    return style.save(path, lambda: _sizes(rows))
 
 
-def _figure(rows: list[dict[str, str]]) -> Any:
+def _sizes(rows: Rows) -> Any:
     measured = {_size(r["problem"]) for r in rows}
     height = 1.5 + 0.42 * len({size[:2] for size in measured})
     figure, axes = style.panels(len(_WAYS), len(_DIRECTIONS), height, sharex=True, sharey=True)
@@ -62,7 +108,7 @@ def _map(axis: Any, gains: Gains, measured: set[tuple[int, int, int]]) -> None:
     axis.grid(visible=False)
 
 
-def _gains(rows: list[dict[str, str]], direction: str, note: str, ours: tuple[str, ...], others: tuple[str, ...]) -> Gains:
+def _gains(rows: Rows, direction: str, note: str, ours: tuple[str, ...], others: tuple[str, ...]) -> Gains:
     times: dict[str, dict[str, float]] = {}
     for row in rows:
         if (row["direction"], row["note"]) == (direction, note):
