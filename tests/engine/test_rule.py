@@ -161,7 +161,7 @@ def test_explain_names_rule_and_rows_of_the_chosen_and_of_the_others():
     text = explain((SHORT,), problem)
     row = "attention(B=1024 H=12 Tq=50 Tk=50 D=64 bf16 grad sm_90)"
     assert "the nearest measured call took 0.2" in text
-    assert f"by torch's function (benchmarks/results/h100/short_sizes.csv at {row})" in text
+    assert f"by torch's function (benchmarks/results/h200/short_sizes.csv at {row})" in text
     assert text.count("\n") == 1
     declined = replace(problem, batch_shape=(8,), host_counts=True)
     text = explain(BACKENDS, declined)

@@ -129,7 +129,7 @@ def _slower(problem: Problem) -> Rule | None:
     if dim <= 32 or problem.needs_grad or (problem.arch == 90 and elements >= 2**25):
         return None
     said = "forward alone beyond 64 tokens at D > 32: 0.76 to 0.99 of torch's speed"
-    return Rule(said, table("short_sizes", *(square(s, 64, 3072) for s in (77, 128))))
+    return Rule(said, table("short_sizes", *(square(s, 64, 3072) for s in (77, 128)), card="h200"))
 
 
 # of what a table that was measured again since does not have any more
