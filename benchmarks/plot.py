@@ -55,8 +55,12 @@ def draw(path: Path) -> list[Path]:
 
 
 def _is_plain(row: dict[str, str]) -> bool:
-    """Whether a row is of a call as a program makes it. Notes of `shared_bias` begin with the model."""
-    return row["note"] == "" or (row["table"] == "shared_bias" and not row["note"].endswith("captured"))
+    """Whether a row is of a call as a program makes it, eager or in a CUDA graph. Notes of `shared_bias` begin with the model."""
+    return row["note"] == "" or row["table"] == "shared_bias"
+
+
+def _in_graph(row: dict[str, str]) -> bool:
+    return row["note"].endswith("captured")
 
 
 def newest(folder: Path, table: str) -> Path | None:
@@ -86,11 +90,11 @@ def _figure(rows: Rows) -> Any:
 
 def _rows(rows: Rows) -> Iterator[tuple[str, marks.Row]]:
     """Heading and row of every problem; one that no peer ran is left out."""
-    for problem in dict.fromkeys(r["problem"] for r in rows):
+    for problem, in_graph in sorted({(r["problem"], _in_graph(r)): None for r in rows}, key=lambda found: found[1]):
         times: Times = {}
-        for row in rows:
-            if row["problem"] == problem:
-                times.setdefault(row["direction"], {})[row["backend"]] = float(row["ms_p50"])
+        of_problem = [r for r in rows if (r["problem"], _in_graph(r)) == (problem, in_graph)]
+        for row in of_problem:
+            times.setdefault(row["direction"], {})[row["backend"]] = float(row["ms_p50"])
         dots, said = [], []
         for way, (name, setting) in _WAYS.items():
             found = _of(way, times, rows[0]["table"] in _APART)
@@ -99,10 +103,10 @@ def _rows(rows: Rows) -> Iterator[tuple[str, marks.Row]]:
                 dots.append(marks.Dot(gain, style.SACCADE, f"{style.SACCADE.name}, {name}", setting))
                 said.append((marks.number(gain), style.LOOKS[best].name))
         if dots:
-            note = next(r["note"] for r in rows if r["problem"] == problem)
             heading, label = _label(problem)
+            heading = of_problem[0]["note"].split(", ")[0] or heading
             yield (
-                note.split(", ")[0] or heading,
+                f"{heading}, in a CUDA graph" if in_graph else heading,
                 marks.Row(label, dots, " · ".join(value for value, _ in said) + f"  {said[-1][1]}"),
             )
 

@@ -28,7 +28,7 @@ _SHOWN = {
 }
 _DIRECTIONS = {"fwd": "forward", "fwd+bwd": "training step"}
 _KINDS = {"nn.TransformerEncoder": "nn.TransformerEncoder", "encode": "from strings", "predict": "from strings"}
-_TEXT = ("MiniLM", "BERT", "XLM")
+_TEXT = ("MiniLM", "BERT", "XLM", "ModernBERT")
 _WHOLE = "nn.TransformerEncoder"  # has one row: the mean of its shapes
 # of `encoders_head`
 _HEAD = {
