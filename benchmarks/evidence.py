@@ -12,45 +12,13 @@ import csv
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
-PAPER_PEERS = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
+from evidence_rows import Rows, gains, rows, span, times
+from evidence_short import at_64, published, short
+
 DENSE = ("sdpa_cudnn", "sdpa_flash", "fa4")
-Rows = list[dict[str, str]]
-Times = dict[tuple[str, str], float]
-
-
-def rows(name: str) -> Rows:
-    """The rows of a table, named from `results/` on."""
-    with open(RESULTS / name, newline="") as handle:
-        return list(csv.DictReader(handle))
-
-
-def span(values: Iterable[float], digits: int = 2) -> str:
-    """The least and the largest of some values."""
-    found = list(values)
-    return f"{min(found):.{digits}f} to {max(found):.{digits}f}"
-
-
-def times(table: Rows, direction: str, chosen: Callable[[str], bool] = lambda note: True) -> Times:
-    """Milliseconds by problem and backend, of the rows with a direction and a note that is `chosen`."""
-    picked = [r for r in table if r["direction"] == direction and r["ms_p50"] and chosen(r["note"])]
-    return {(r["problem"], r["backend"]): float(r["ms_p50"]) for r in picked}
-
-
-def gains(found: Times, ours: str, peers: Iterable[str]) -> dict[str, float]:
-    """For each problem that has all of them, the least time of the peers over ours."""
-    peers = tuple(peers)
-    problems = [p for p, backend in found if backend == ours and all((p, peer) in found for peer in peers)]
-    return {p: min(found[p, peer] for peer in peers) / found[p, ours] for p in problems}
-
-
-def short(name: str, packed: bool = False) -> list[str]:
-    """Gains over the three backends of paper 002, from separate tensors or packed QKV: forward, backward, both."""
-    table = [r for r in rows(f"h200/{name}.csv") if ("packed" in r["problem"]) is packed and r["note"] == ""]
-    return [span(gains(times(table, way), "short", PAPER_PEERS).values()) for way in ("fwd", "bwd", "fwd+bwd")]
 
 
 def predictions() -> list[str]:
@@ -103,7 +71,7 @@ def staged() -> list[str]:
 def encoder() -> list[str]:
     """The encoder of four layers: gains over unfused (staged 2:4; fused 2:4 and 1:2), over SDPA (the fused), what is left without
     attention up to 1,024 tokens, and peak memory (staged, fused)."""
-    table = rows("h200/nm_end_to_end.csv")
+    table = rows("h100/nm_end_to_end.csv")
     found = times(table, "fwd")
     memory = {(r["problem"], r["backend"]): peak(r) for r in table}
     moderate = [r for r in table if r["backend"] == "unfused" and re.search(r" T=(512|1024) ", r["problem"])]
@@ -123,13 +91,13 @@ def peak(row: dict[str, str]) -> float:
 
 def memory() -> list[str]:
     """Peak memory of unfused over staged attention: apart, and with the softmax in place."""
-    found = {(r["problem"], r["backend"]): peak(r) for r in rows("h200/nm_memory.csv")}
+    found = {(r["problem"], r["backend"]): peak(r) for r in rows("h100/nm_memory.csv")}
     return [span(gains(found, ours, ["unfused"]).values()) for ours in ("staged", "in place")]
 
 
 def fused() -> list[str]:
     """Forward gains of fused 2:4 and 1:2 over SDPA's flash, n from 2,048 on."""
-    table = [r for r in rows("h200/nm_fused.csv") if int(re.findall(r"Tq=(\d+)", r["problem"])[0]) >= 2048]
+    table = [r for r in rows("h100/nm_fused.csv") if int(re.findall(r"Tq=(\d+)", r["problem"])[0]) >= 2048]
     found = []
     for pattern in ("2:4", "1:2"):
         both = times(table, "fwd", lambda note, pattern=pattern: note in ("kernel", f"{pattern}, kernel"))
@@ -148,13 +116,12 @@ def density() -> list[str]:
 
 
 def dynamic() -> list[str]:
-    """Gains over the fastest dense kernel at n = 4,096 and 131,072, keep 1,024, random scores: forward and backward. Then over the kernel of the
-    paper's authors, forward and backward."""
+    """Gains over the fastest dense kernel at n = 4,096 and 131,072, keep 1,024, random scores: forward and backward."""
     found = []
     for way in ("fwd", "bwd"):
         ours: dict[str, float] = {}
         best: dict[str, float] = {}
-        for r in rows("h200/dynamic_mask_length.csv"):
+        for r in rows("h100/dynamic_mask_length.csv"):
             shape = re.sub(r" keep=.*", "", r["problem"])
             if r["direction"] == way and r["backend"] == "gather" and "keep=1024 random" in r["problem"]:
                 ours[shape] = float(r["ms_p50"])
@@ -162,11 +129,13 @@ def dynamic() -> list[str]:
                 best[shape] = min(best.get(shape, float("inf")), float(r["ms_p50"]))
         for length in (4096, 131072):
             found.append(span((best[p] / ours[p] for p in ours if f"Tq={length} " in p), 1))
-    table = rows("h200/dynamic_mask_length.csv")
-    for way in ("fwd", "bwd"):
-        taken = times(table, way)
-        found.append(span((taken[p, "fsa"] / taken[p, "gather"] for p, name in taken if name == "fsa"), 1))
     return found
+
+
+def authors() -> list[str]:
+    """Gains of dynamic masks over the kernel of the paper's authors: forward, backward."""
+    taken = {way: times(rows("h200/dynamic_mask_length.csv"), way) for way in ("fwd", "bwd")}
+    return [span((ms[p, "fsa"] / ms[p, "gather"] for p, name in ms if name == "fsa"), 1) for ms in taken.values()]
 
 
 NUMBER = re.compile(r"(?<![\w.:^])\d+\.\d+(?!\w)")
@@ -250,7 +219,7 @@ def rivals() -> list[str]:
 def pruned_weights() -> list[str]:
     """The gains of staged 2:4 attention over unfused, and of fused over SDPA: with dense weights, with 2:4 weights, and both pruned over
     both dense; how much faster the rest is by 2:4 weights."""
-    found = times(rows("h200/nm_weights.csv"), "fwd")
+    found = times(rows("h100/nm_weights.csv"), "fwd")
     texts = []
     for ours, peer in (("staged 2:4", "unfused"), ("fused 2:4", "sdpa")):
         for mine, other in (("dense", "dense"), ("2:4", "2:4"), ("2:4", "dense")):
@@ -277,7 +246,7 @@ def depth() -> list[str]:
 def projected() -> list[str]:
     """Linformer with pruned scores over Linformer alone, the faster of two kernels; by the number of projected keys forward, and both
     directions."""
-    table = rows("h200/nm_linformer.csv")
+    table = rows("h100/nm_linformer.csv")
     texts = []
     for rank in (256, 1024):
         for direction in ("fwd", "fwd+bwd"):
@@ -363,22 +332,24 @@ def within_blocks() -> list[str]:
 def figures() -> dict[str, list[str]]:
     """By CSV, named from `results/` on."""
     return {
-        "h200/short_full.csv": [*short("short_full"), *short("short_full", packed=True)],
-        "h200/short_pooling.csv": short("short_pooling"),
+        "h100/short_full.csv": [*short("h100/short_full"), *at_64(), *published("short_full", "seq_len")],
+        "h200/short_full.csv": short("h200/short_full", packed=True),
+        "h100/short_pooling.csv": [*short("h100/short_pooling"), *published("short_pooling", "kv_len")],
         "predictions/volta.csv": predictions(),
         "predictions/volta_peer_rows.csv": predicted_peer(),
         "predictions/volta_encoder.csv": predicted_encoder(),
         "h200/volta_profile.csv": traffic(),
         "h100/nm_figure5.csv": staged(),
-        "h200/nm_end_to_end.csv": encoder(),
-        "h200/nm_memory.csv": memory(),
-        "h200/nm_fused.csv": fused(),
+        "h100/nm_end_to_end.csv": encoder(),
+        "h100/nm_memory.csv": memory(),
+        "h100/nm_fused.csv": fused(),
         "h200/nm_rivals.csv": rivals(),
-        "h200/nm_weights.csv": pruned_weights(),
-        "h200/nm_linformer.csv": projected(),
+        "h100/nm_weights.csv": pruned_weights(),
+        "h100/nm_linformer.csv": projected(),
         "h200/pooled_depth.csv": depth(),
         "h200/nm_figure11.csv": density(),
-        "h200/dynamic_mask_length.csv": dynamic(),
+        "h100/dynamic_mask_length.csv": dynamic(),
+        "h200/dynamic_mask_length.csv": authors(),
         "h100/nm_blocks.csv": within_blocks(),
         "h100/mlm.csv": masked(),
         "h100/mqar.csv": recalls(),

@@ -1,0 +1,39 @@
+"""Figures of docs/evidence.md about paper 002, short sequences."""
+
+from __future__ import annotations
+
+import csv
+
+from evidence_rows import RESULTS, gains, rows, span, times
+
+PAPER_PEERS = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
+
+
+def short(name: str, packed: bool = False) -> list[str]:
+    """Gains over the three backends of paper 002, from separate tensors or packed QKV: forward, backward, both. name: from `results/` on."""
+    table = [r for r in rows(f"{name}.csv") if ("packed" in r["problem"]) is packed and r["note"] == ""]
+    return [span(gains(times(table, way), "short", PAPER_PEERS).values()) for way in ("fwd", "bwd", "fwd+bwd")]
+
+
+def at_64() -> list[str]:
+    """Gains of the same kind at D = 64, separate tensors, 32 and 64 tokens: backward, then both directions."""
+    table = [r for r in rows("h100/short_full.csv") if "packed" not in r["problem"] and r["note"] == ""]
+    found = []
+    for way in ("bwd", "fwd+bwd"):
+        gained = gains(times(table, way), "short", PAPER_PEERS)
+        found += [f"{gain:.2f}" for length in (32, 64) for p, gain in gained.items() if f"Tq={length} Tk={length} D=64 " in p]
+    return found
+
+
+def published(name: str, length: str) -> list[str]:
+    """The times that paper 002 prints for its own kernel over ours: forward, backward. length: its column of lengths."""
+    with open(RESULTS.parent / "paper" / f"{name}.csv", newline="") as handle:
+        theirs = [r for r in csv.DictReader(handle) if r["backend"] == "triton"]
+    found = []
+    for way in ("fwd", "bwd"):
+        taken = times(rows(f"h100/{name}.csv"), way, lambda note: note == "")
+        shapes = [(f" Tk={r[length]} D={r['head_dim']} bf16 grad", float(r[f"{way}_ms"])) for r in theirs]
+        pairs = [(ms, own) for part, ms in shapes for (p, backend), own in taken.items() if backend == "short" and part in p]
+        assert len(pairs) == len(theirs)
+        found.append(span(ms / own for ms, own in pairs))
+    return found
