@@ -26,7 +26,7 @@ RESULTS = BENCHMARKS / "results"
 
 @pytest.mark.parametrize("table", ["nm_fused", "nm_fused_sm80"])
 def test_fused_tables_show_both_patterns_beside_flash(table, tmp_path, monkeypatch):
-    path = Path(shutil.copy(RESULTS / "h200" / f"{table}.csv", tmp_path))
+    path = Path(shutil.copy(plot.newest(RESULTS, table), tmp_path))
     panels = []
     throughput = plot_nm.throughput
     monkeypatch.setattr(plot_nm, "throughput", lambda rows: panels.append(throughput(rows)) or panels[-1])
@@ -40,9 +40,9 @@ def test_fused_tables_show_both_patterns_beside_flash(table, tmp_path, monkeypat
             assert [n for n, _ in panel[name]] == sorted(lengths)
 
 
-@pytest.mark.parametrize("table", ["h200/short_full", "h100/nm_figure5", "h200/dynamic_mask_decode"])
+@pytest.mark.parametrize("table", ["short_full", "nm_figure5", "dynamic_mask_decode"])
 def test_a_plot_is_the_same_on_light_and_on_dark_paper(table, tmp_path):
-    written = plot.draw(Path(shutil.copy(RESULTS / f"{table}.csv", tmp_path)))
+    written = plot.draw(Path(shutil.copy(plot.newest(RESULTS, table), tmp_path)))
     assert {p.name for p in written} == {p.name for p in tmp_path.glob("*.png")}
     assert len({image.imread(p).shape for p in written}) == 1
     for theme in plot_style.THEMES:

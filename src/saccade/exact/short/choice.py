@@ -15,7 +15,7 @@ from saccade.nvrtc import obstacles
 _SHARED_BIAS_PROGRAMS = 4
 # batch x heads from which the table LARGE applies: TMA descriptors cost host time, and the kernel must run longer than that.
 # Inferred, not timed by itself: S = 64, D = 32 with 8,192 problems took 0.62 ms a step, where the large table scales to 0.1 ms on
-# the device. 49,152 is the smallest count measured with it (ViT, benchmarks/results/h200/short_models.csv).
+# the device. 49,152 is the smallest count measured with it (ViT, benchmarks/results/h100/short_models.csv).
 LARGE_PROBLEMS = 49_152
 # tensor maps are looked up in each call, seven in backward, and the kernel must run longer than that: 4,096 problems of 128 x 64
 # take 0.1 ms
