@@ -95,8 +95,8 @@ def run(writer: Writer, repeat_ms: int) -> None:
 
 
 def both_ways(name: str, call: Callable[[], "Prepared"], repeat_ms: int) -> dict[str, dict[str, Timing]]:
-    """Times of forward, backward and both, by the note of their rows: "" by the call as it is, "captured" without backward alone. What does not run is
-    left out. Tensors are gone afterwards, those of a failed call too, which are half the memory of a GPU in the rows of a million sequences."""
+    """Times of forward, backward and both, by the note of their rows: "" of the call as it is, "captured" without backward alone. A call that does not run is
+    left out. Tensors are gone afterwards, those of a failed call too: in the rows of a million sequences they are half the memory of a GPU."""
     found: dict[str, dict[str, Timing]] = {}
     try:
         leaves, dout, compute = call()

@@ -20,7 +20,7 @@ _ROWS, _COLUMNS = 32, 128
 
 
 class Behind(NamedTuple):
-    """What lies behind the last sequence of a batch, whose offsets are int32 `[B + 1]`. in_place: whether a kernel may write it."""
+    """The tokens behind the last sequence of a batch. offsets: int32 `[B + 1]`. in_place: whether a kernel may write them."""
 
     offsets: Tensor
     in_place: bool
