@@ -56,7 +56,7 @@ def draw(path: Path) -> list[Path]:
 
 def _is_plain(row: dict[str, str]) -> bool:
     """Whether a row is of a call as a program makes it, eager or in a CUDA graph. Notes of `shared_bias` begin with the model."""
-    return row["note"] == "" or row["table"] == "shared_bias"
+    return row["note"] == "" or row["table"] == "shared_bias" or _in_graph(row)
 
 
 def _in_graph(row: dict[str, str]) -> bool:
@@ -97,7 +97,7 @@ def _rows(rows: Rows) -> Iterator[tuple[str, marks.Row]]:
             times.setdefault(row["direction"], {})[row["backend"]] = float(row["ms_p50"])
         dots, said = [], []
         for way, (name, setting) in _WAYS.items():
-            found = _of(way, times, rows[0]["table"] in _APART)
+            found = _of(way, times, rows[0]["table"] in _APART and not in_graph)
             gain, best = best_of(found)
             if best:
                 dots.append(marks.Dot(gain, style.SACCADE, f"{style.SACCADE.name}, {name}", setting))

@@ -167,7 +167,7 @@ def _long_facts(row: dict[str, str]) -> list[str]:
 
 
 def draw_depth(path: Path) -> list[Path]:
-    """What the CLS token alone in the last layer gains, against the number of layers."""
+    """The gain of the CLS token alone in the last layer, against the number of layers."""
     rows = _read(path)
     return style.save(path, lambda: _depth(rows))
 

@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from rows import Row, Writer
 from short_common import stream_bandwidth
-from steps import NOT_RUN, capture, first_line, step
-from tables.short_ragged import Prepared, timed
+from steps import step
+from tables.short_ragged import both_ways
 from torch import Tensor
 
 import saccade
 from saccade.exact.problem import describe_attention
 from saccade.hardware import has_package
-from saccade.testing.timing import Timing, measure
+from saccade.testing.timing import Timing
 
 DEVICE = "cuda"
 _MOST_BIAS = 2**33  # numbers of the bias of every row, beyond which torch's function is not tried
@@ -91,28 +91,17 @@ def run(writer: Writer, repeat_ms: int) -> None:
         roofs, found = _roofs(shape, bandwidth), {}
         for name, call in calls_of(shape).items():
             notes = [shape.model]
-            prepare = functools.cache(functools.partial(_made, shape, name, call, notes))
-            for kind, timings in (("", timed(name, prepare, repeat_ms)), ("captured", captured(name, prepare, repeat_ms))):
-                for direction, timing in (timings or {}).items():
-                    note = ", ".join([*notes, *filter(None, [kind])])
+            prepare = functools.partial(_made, shape, name, call, notes)
+            for kind, timings in both_ways(name, prepare, repeat_ms).items():
+                note = ", ".join([*notes, *filter(None, [kind])])
+                for direction, timing in timings.items():
                     writer.add(
                         Row("shared_bias", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note=note)
                     )
-                found.setdefault(kind, {}).update({} if timings is None else {name: timings})
+                found.setdefault(kind, {})[name] = timings
             torch.cuda.empty_cache()
         for kind, of_kind in found.items():
             _say(f"{shape.model} {shape}{kind and ' ' + kind}", of_kind, roofs)
-
-
-def captured(name: str, prepare: Callable[[], Prepared], repeat_ms: int) -> dict[str, Timing] | None:
-    """Times of forward, and of forward and backward, replayed from a CUDA graph; None where that does not run."""
-    try:
-        leaves, dout, compute = prepare()
-        steps = {direction: capture(step(compute, direction, leaves, dout)) for direction in ("fwd", "fwd+bwd")}
-    except NOT_RUN as error:
-        print(f"  {name} is not captured: {first_line(error)}")
-        return None
-    return {direction: measure(replay, warmup_ms=5, repeat_ms=repeat_ms) for direction, replay in steps.items()}
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

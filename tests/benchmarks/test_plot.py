@@ -129,7 +129,7 @@ def test_a_folder_without_tables_is_refused(tmp_path, capsys):
 
 
 def test_the_newest_table_is_drawn_and_shown(tmp_path, capsys):
-    """Of two machines; the plot of the older table goes, and pages show the new one."""
+    """If two machines have a table, the plot of the older one goes, and pages show the new one."""
     page = tmp_path / "docs" / "speed.md"
     page.parent.mkdir()
     page.write_text("![Maps](../benchmarks/results/h200/short_sizes.png)")

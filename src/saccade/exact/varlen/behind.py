@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.engine.layout import on_16_bytes, shares_memory
 from saccade.engine.tracing import eager
 from saccade.env import interpreting_triton
 from saccade.hardware import has_package
@@ -20,21 +21,21 @@ _ROWS, _COLUMNS = 32, 128
 
 
 class Behind(NamedTuple):
-    """What lies behind the last sequence of a batch, whose offsets are int32 `[B + 1]`. in_place: whether a kernel may write it."""
+    """The tokens behind the last sequence of a batch. offsets: int32 `[B + 1]`. in_place: whether a kernel may write them."""
 
     offsets: Tensor
     in_place: bool
 
     def of_input(self, tokens: Tensor) -> Tensor:
-        """A packed tensor `[T, H, D]` as torch demands it, with a dense last dimension; its gradient is 0 behind the last sequence."""
+        """A packed tensor `[T, H, D]` as torch's kernels read it, in pieces of 16 bytes; its gradient is 0 behind the last sequence."""
         if not self.in_place:
             return self._where(tokens)
-        tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
+        tokens = tokens.contiguous() if shares_memory(tokens) else on_16_bytes(tokens)
         return _ZeroGradient.apply(tokens, self.offsets) if tokens.requires_grad else tokens  # type: ignore[no-untyped-call, no-any-return]
 
     def of_output(self, out: Tensor) -> Tensor:
-        """The output, 0 behind the last sequence; the gradient that torch's backward gets has a dense last dimension."""
-        if not self.in_place:
+        """The output, 0 behind the last sequence; torch's backward gets its gradient in pieces of 16 bytes."""
+        if not (self.in_place and out.is_contiguous()):
             return self._where(out)
         # torch's backward has saved it: by its memory alone, which counts no new version
         zero_behind(out.detach(), self.offsets)
@@ -83,7 +84,7 @@ class _ZeroGradient(torch.autograd.Function):
 
 
 class _DenseGradient(torch.autograd.Function):
-    """The tensor itself; its gradient with a dense last dimension."""
+    """The tensor itself; its gradient in dense rows of its own, or as it is where torch's kernels can read it."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor) -> Tensor:
@@ -91,4 +92,4 @@ class _DenseGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+        return gradient.contiguous() if shares_memory(gradient) else on_16_bytes(gradient)
