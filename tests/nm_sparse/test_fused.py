@@ -198,7 +198,7 @@ def test_other_binaries_of_sm_90a(feature):
     assert_pipelined(built, code, config.overlap)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize("pattern", ["2:4", "1:2"])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -231,7 +231,7 @@ BLOCKED = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("stores", [False, True], ids=["plain", "stores"])
 @pytest.mark.parametrize("feature", BLOCKED)
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
@@ -365,7 +365,7 @@ BIASED = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("feature", BIASED)
 @pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
