@@ -116,7 +116,7 @@ struct Rows {
     template <int N, bool MASKED, bool FIRST>
     __device__ __forceinline__ void chunk(int n, const Item& item, int first_query, int first) {
         const int stage = __shfl_sync(~0u, stage_of(n), 0);
-        // `own_row` here gives two of 36 builds another schedule
+        // `own_row` gives some builds another schedule here
         const int row = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
         const u32 shown = mask.of(item, item.head, row, item.q_len, first / CHUNK_KEYS);  // its latency passes while the scores are formed
         float scores[N / 2];
