@@ -1,39 +1,24 @@
-"""The plots of a table, light and dark: our time, the peers, the roof; one for each input layout."""
+"""The plots of a table, light and dark. Tables without a plot of another module show how many times as fast as the best peer we are."""
 
 from __future__ import annotations
 
 import csv
-import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import plot_marks as marks
 import plot_style as style
-from plot_auto import draw_auto
-from plot_depth import draw_depth
-from plot_fused import draw_fused
-from plot_lengths import draw_lengths
-from plot_long import draw_long
+from plot_lines import draw_depth, draw_long, draw_masks
 from plot_models import draw_models
-from plot_rivals import draw_rivals
-from plot_sizes import draw_sizes
-from plot_staged import PLOTS, draw_staged
-from plot_weights import draw_weights
+from plot_nm import PLOTS, draw_nm
+from plot_short import draw_auto, draw_sizes
 
-_BACKENDS = (
-    "short",
-    "shared_bias",
-    "ragged",
-    "volta",
-    "fa4",
-    "varlen_attn",
-    "flex",
-    "sdpa_cudnn",
-    "sdpa_flash",
-    "sdpa_efficient",
-    "sdpa_padded",
-    "unfused",
-)
+_OURS = ("short", "long", "shared_bias", "ragged", "volta")  # the first that a table has is compared
+_PEERS = (
+    "fa4", "varlen_attn", "flex", "cuequivariance", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa", "sdpa_padded", "unfused",
+)  # fmt: skip
 _TITLES = {
     "short_full": "Short sequences",
     "short_pooling": "One query (CLS only, pooling)",
@@ -44,96 +29,113 @@ _TITLES = {
     "volta": "float16 without bf16 tensor cores",
 }
 _READ = ("dynamic_mask_documents", "nm_masks")  # as tables: no plot of them is drawn
-_GROUP = 0.84  # of the place of a problem is taken by its bars
+_APART = ("short_ragged",)  # forward and backward are timed apart and added: calls of one are several launches
+_WAYS = {"fwd": ("forward", 2), "fwd+bwd": ("forward and backward", 0)}
+Rows = list[dict[str, str]]
+Times = dict[str, dict[str, float]]  # direction -> implementation -> ms
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw `<table>[_packed].png` and `.dark.png` beside the CSV; the files written. Tables of the dynamic mask are plotted against
-    the length; tables in `_READ` have none."""
+    """Draw `<table>.png` and `.dark.png` beside the CSV, and the further plots that some tables have; the files written."""
     if path.stem in _READ:
         return []
-    if path.stem.startswith("dynamic_mask"):
-        return draw_lengths(path)
-    if path.stem.startswith("nm_fused"):
-        return draw_fused(path)
     if path.stem in PLOTS:
-        return draw_staged(path)
+        return draw_nm(path)
+    if path.stem.startswith("dynamic_mask"):
+        return draw_masks(path)
     own = {
-        "models": draw_models, "encoders": draw_models, "nm_rivals": draw_rivals, "nm_weights": draw_weights, "pooled_depth": draw_depth, "short_auto": draw_auto,
-        "short_long": draw_long, "short_sizes": draw_sizes,
+        "models": draw_models, "encoders": draw_models, "short_auto": draw_auto, "short_sizes": draw_sizes, "short_long": draw_long,
+        "pooled_depth": draw_depth,
     }  # fmt: skip
     if path.stem in own:
         return own[path.stem](path)
     with open(path, newline="") as handle:
-        rows = [r for r in csv.DictReader(handle) if r["note"] == "" and r["direction"] in ("fwd", "bwd")]
-    groups = {
-        "": [r for r in rows if " packed" not in r["problem"]],
-        "_packed": [r for r in rows if " packed" in r["problem"]],
-    }
-    written = []
-    for suffix, found in groups.items():
-        if found:
-            written += style.save(
-                path.with_name(path.stem + suffix + ".csv"), lambda suffix=suffix, found=found: _figure(suffix, found)
-            )
-    return written
+        rows = [r for r in csv.DictReader(handle) if _is_plain(r) and r["backend"] in (*_OURS, *_PEERS)]
+    return style.save(path, lambda: _figure(rows)) if rows else []
 
 
-def _labels(problems: list[str]) -> list[str]:
-    """A label for each problem. Labels of packed sequences that differ in D alone share the rest, below the one in their middle."""
-    if "longest" not in problems[0]:
-        return [_label(p) for p in problems]
-    fields = [dict(re.findall(r"(\w+)=(\w+)", p)) for p in problems]
-    found = []
-    for (mean, longest, batch), run in itertools.groupby(fields, key=lambda f: (f["mean"], f["longest"], f["B"])):
-        dims = [f"D={f['D']}" for f in run]
-        dims[len(dims) // 2] += f"\nmean {mean}\nmax {longest}\nB={int(batch):,}"
-        found += dims
-    return found
+def _is_plain(row: dict[str, str]) -> bool:
+    """Whether a row is of a call as a program makes it, eager or in a CUDA graph. Notes of `shared_bias` begin with the model."""
+    return row["note"] == "" or row["table"] == "shared_bias" or _in_graph(row)
 
 
-def _label(problem: str) -> str:
-    fields = dict(re.findall(r"(\w+)=(\w+)", problem))
-    tokens = f"{fields['Tq']}×{fields['Tk']}" if fields["Tq"] != fields["Tk"] else f"S={fields['Tq']}"
-    label = f"{tokens}\nD={fields['D']}"
-    for word in ("causal", "lengths", "bias"):
-        if word in problem:
-            label += f"\n{word} H={fields['H']}" if word == "bias" else f"\n{word}"
-    return label
+def _in_graph(row: dict[str, str]) -> bool:
+    return row["note"].endswith("captured")
 
 
-def _figure(suffix: str, rows: list[dict[str, str]]) -> Any:
-    problems = list(dict.fromkeys(r["problem"] for r in rows))
-    figure, axes = style.panels(2, 1, 6.2, sharex=True)
-    for axis, direction, name in zip(axes[:, 0], ("fwd", "bwd"), ("forward", "backward"), strict=True):
-        _bars(axis, problems, [r for r in rows if r["direction"] == direction])
-        axis.set_ylabel(f"{name}, ms")
-    axes[1, 0].set_xticks(range(len(problems)), _labels(problems))
-    axes[1, 0].set_xlim(-0.6, len(problems) - 0.4)
+def newest(folder: Path, table: str) -> Path | None:
+    """The CSV of a table whose last row is the latest; of a tie, the one with most rows. None if no machine has one."""
+
+    def age(path: Path) -> tuple[str, int]:
+        with open(path, newline="") as handle:
+            days = [row.get("date") or "" for row in csv.DictReader(handle)]
+        return max(days, default=""), len(days)
+
+    return max((p for p in folder.glob(f"*/{table}.csv") if p.parent.name != "predictions"), key=age, default=None)
+
+
+def _figure(rows: Rows) -> Any:
+    groups: dict[str, list[marks.Row]] = {}
+    for heading, row in _rows(rows):
+        groups.setdefault(heading, []).append(row)
+    if len(groups) == 1:
+        groups = {"": groups.popitem()[1]}
+    figure, axes = style.panels(1, 1, marks.height(groups))
+    marks.gains(axes[0, 0], groups, "times as fast as the best of the others, which is named at the right; logarithmic scale")
     first = rows[0]
-    title = _TITLES.get(first["table"], first["table"])
-    if "longest" not in first["problem"]:
-        title += ": packed QKV" if suffix else ": separate Q, K, V"
-    style.head(figure, title, style.facts(first, first["dtype"], "with autograd", "logarithmic scale"))
+    title = f"{_TITLES.get(first['table'], first['table'])}: forward, and forward and backward"
+    style.head(figure, title, style.facts(first, first["dtype"], "with autograd"))
     return figure
 
 
-def _bars(axis: Any, problems: list[str], rows: list[dict[str, str]]) -> None:
-    """One group of bars a problem. A peer that does not take the problem leaves no gap."""
-    most = max(len({r["backend"] for r in rows if r["problem"] == p and r["backend"] in _BACKENDS}) for p in problems)
-    width = _GROUP / most
-    for x, problem in enumerate(problems):
-        times = {r["backend"]: float(r["ms_p50"]) for r in rows if r["problem"] == problem}
-        shown = [b for b in _BACKENDS if b in times]
-        for i, backend in enumerate(shown):
-            look = style.LOOKS[backend]
-            place = x + (i - (len(shown) - 1) / 2) * width
-            axis.bar(place, times[backend], width * 0.94, color=look.colour, label=look.name)
-        roofs = [float(r["roof_ms"]) for r in rows if r["problem"] == problem and r["roof_ms"]]
-        if roofs:
-            half = (len(shown) * width + 0.06) / 2
-            style.roof(axis, roofs[0], x - half, x + half)
-    axis.set_yscale("log")
-    style.plain_numbers(axis)
-    axis.grid(axis="x", visible=False)
-    axis.tick_params(axis="x", length=0)
+def _rows(rows: Rows) -> Iterator[tuple[str, marks.Row]]:
+    """Heading and row of every problem; one that no peer ran is left out."""
+    for problem, in_graph in sorted({(r["problem"], _in_graph(r)): None for r in rows}, key=lambda found: found[1]):
+        times: Times = {}
+        of_problem = [r for r in rows if (r["problem"], _in_graph(r)) == (problem, in_graph)]
+        for row in of_problem:
+            times.setdefault(row["direction"], {})[row["backend"]] = float(row["ms_p50"])
+        dots, said = [], []
+        for way, (name, setting) in _WAYS.items():
+            found = _of(way, times, rows[0]["table"] in _APART and not in_graph)
+            gain, best = best_of(found)
+            if best:
+                dots.append(marks.Dot(gain, style.SACCADE, f"{style.SACCADE.name}, {name}", setting))
+                said.append((marks.number(gain), style.LOOKS[best].name))
+        if dots:
+            heading, label = _label(problem)
+            heading = of_problem[0]["note"].split(", ")[0] or heading
+            yield (
+                f"{heading}, in a CUDA graph" if in_graph else heading,
+                marks.Row(label, dots, " · ".join(value for value, _ in said) + f"  {said[-1][1]}"),
+            )
+
+
+def _of(way: str, times: Times, apart: bool) -> dict[str, float]:
+    """The times of one direction; of both together those measured so, or the sums."""
+    if way in times and not (apart and way == "fwd+bwd"):
+        return times[way]
+    forward, backward = times.get("fwd", {}), times.get("bwd", {})
+    return {name: forward[name] + backward[name] for name in forward if name in backward}
+
+
+def best_of(found: dict[str, float]) -> tuple[float, str]:
+    """How many times as fast as the best peer ours is, and that peer; "" if either is missing."""
+    ours, peers = [found[b] for b in _OURS if b in found], [(found[b], b) for b in _PEERS if b in found]
+    return (min(peers)[0] / ours[0], min(peers)[1]) if ours and peers else (0.0, "")
+
+
+def _label(problem: str) -> tuple[str, str]:
+    """The heading under which a problem stands, and its name there."""
+    fields = dict(re.findall(r"(\w+)=(\w+)", problem))
+    more = "".join(f", {word.replace('_', ' ')}" for word in ("causal", "lengths", "bias", "key_mask") if word in problem)
+    if window := re.search(r"window=\((\d+), (\d+)\)", problem):
+        return f"window {window[1]}, {window[2]}{more}", f"longest {int(fields['longest']):,}, B = {int(fields['B']):,}"
+    if "longest" in fields:
+        mean = f"mean {fields['mean']} of " if "mean" in fields else ""
+        return f"{mean}{fields['longest']} tokens, {int(fields['B']):,} sequences", f"D = {fields['D']}, H = {fields['H']}{more}"
+    heading = "packed QKV" if " packed" in problem else "separate Q, K, V"
+    tokens = f"{fields['Tq']} tokens" if fields["Tq"] == fields["Tk"] else f"{fields['Tq']} × {fields['Tk']}"
+    if fields["Tq"] == "1":
+        tokens = f"1 query, {fields['Tk']} keys"
+    return heading, f"{tokens}, D = {fields['D']}" + (f"{more}, H = {fields['H']}" if more else "")

@@ -55,6 +55,7 @@ LOOKS = {
     "sdpa": Look("SDPA", "#7a93ad", "P"),  # torch chooses the backend
     "sdpa_padded": Look("SDPA padded, with a mask", "#a3a13c", "X"),
     "flex": Look("FlexAttention", "#cb6298", "p"),
+    "cuequivariance": Look("cuEquivariance", "#5f9ea0", "h"),
     "dense": Look("dense", "#8d939c", "s"),
     "unfused": Look("unfused dense", "#747c88", "s"),
     "window": Look("sliding window", "#b08a5b", "^"),
@@ -67,7 +68,8 @@ LOOKS = {
 }
 # our backends, in whatever table; those in plain torch have a colour of their own
 LOOKS |= dict.fromkeys(
-    ("short", "volta", "long", "ragged", "auto", "gather", "decode", "gather_cpp", "mma_sp", "staged", "fused"), SACCADE
+    ("short", "volta", "long", "shared_bias", "ragged", "auto", "gather", "decode", "gather_cpp", "mma_sp", "staged", "fused"),
+    SACCADE,
 )
 LOOKS["gather_torch"] = Look("saccade, plain torch", "#b9862f", "v")
 
@@ -156,26 +158,26 @@ def _settings(theme: Theme) -> dict[str, Any]:
     }
 
 
-def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Any, Any]:
+def panels(rows: int, columns: int, height: float, width: float = WIDTH, **options: Any) -> tuple[Any, Any]:
     """A figure `height` inches high and its axes, always as a grid of two dimensions."""
     import matplotlib.pyplot as plt
 
-    return plt.subplots(rows, columns, figsize=(WIDTH, height), squeeze=False, layout="constrained", **options)
+    return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained", **options)
 
 
-def head(figure: Any, title: str, facts: Sequence[str], columns: int = 0) -> None:
+def head(figure: Any, title: str, facts: Sequence[str], columns: int = 0, legend: bool = True) -> None:
     """The title and the legend above all panels, and below them what the numbers are of; each label is listed once, in as many columns
-    as fit unless `columns` says how many."""
+    as fit unless `columns` says how many. Without `legend` the lines have their names at their ends."""
     found: dict[str, Any] = {}
-    for axis in figure.axes:
+    for axis in figure.axes if legend else ():
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     labels = sorted(found, key=_rank)
-    legend = figure.legend(
+    shown = figure.legend(
         [found[label] for label in labels], labels, loc="outside upper left", ncols=columns or _columns(labels), title=title, alignment="left",
         borderaxespad=0.2, borderpad=0.3, columnspacing=1.5, handlelength=2.5,
     )  # fmt: skip
-    legend.get_title().set(fontsize=11.5, fontweight="bold")
+    shown.get_title().set(fontsize=11.5, fontweight="bold")
     figure.supxlabel(" · ".join(fact for fact in facts if fact), x=0.01, ha="left", fontsize=8.5, color=quiet())
 
 
@@ -199,6 +201,12 @@ def line(look: Look, setting: int = 0) -> dict[str, Any]:
     paper = _setting("figure.facecolor")
     options = {"color": look.colour, "marker": look.marker, "linestyle": DASHES[setting], "markeredgewidth": 1.3}
     return options if setting == 0 else {**options, "markerfacecolor": paper}
+
+
+def dot(look: Look, setting: int = 0) -> dict[str, Any]:
+    """Options of a dot: its colour and marker, for a second or third setting of the same implementation paler inside."""
+    inside = shade(look, setting)
+    return {"color": look.colour, "marker": look.marker, "markersize": 6, "linestyle": "none", "markerfacecolor": inside}
 
 
 def roof(axis: Any, height: float, left: float, right: float) -> None:

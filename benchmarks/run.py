@@ -34,7 +34,9 @@ def main() -> int:
         "--rows", nargs="+", default=[], metavar="NAME", help="of `models` and `encoders`: only rows with one of these words"
     )
     parser.add_argument("--no-gate", action="store_true", help="skip the check of correctness that comes first")
-    parser.add_argument("--plot-only", action="store_true", help="draw the plot again from the committed CSV")
+    parser.add_argument(
+        "--plot-only", action="store_true", help="draw the plot again from the newest CSV, or from the one in --out"
+    )
     options = parser.parse_args()
     if options.stale:
         from stale import report, verdicts
@@ -48,7 +50,10 @@ def main() -> int:
     if options.rows and options.table not in ("models", "encoders"):
         parser.error(f"--rows is for the tables models and encoders; {options.table} is measured as a whole")
     if options.plot_only:
-        folder = options.out or results_folder() / "h200"
+        from plot import newest
+
+        table = newest(results_folder(), options.table)
+        folder = options.out or (table.parent if table else results_folder() / gpu_folder())
     else:
         folder = options.out or results_folder() / gpu_folder()
         gate = [sys.executable, "-m", "saccade", "verify", "--op", operation_of(options.table)]

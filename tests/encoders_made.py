@@ -44,7 +44,7 @@ def made(name, **changes):
     """(an encoder in float64, the same with stock attention)."""
     class_name, config_name, numbers = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, config_name)(**numbers, **changes)
+    config = getattr(transformers, config_name)(**{**numbers, **changes})
     model = getattr(transformers, class_name)._from_config(config, attn_implementation="sdpa").double()
     for x in model.parameters():  # layer norms start at 1 and 0, where a wrong one would not show
         x.data += 0.05 * torch.randn_like(x)

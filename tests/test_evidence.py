@@ -53,6 +53,18 @@ def test_every_verdict_is_explained():
     assert not [verdict for verdict in VERDICTS if verdict not in explained]
 
 
+def test_the_verdicts_of_each_paper_are_counted():
+    said = re.findall(r"^\| \[00(\d)\][^|]*\|([ \d|]+)\|$", PAGE, re.MULTILINE)
+    (heads,) = re.findall(r"^\| Paper \| (reproduced .*) \|$", PAGE, re.MULTILINE)
+    columns = heads.split(" | ")
+    assert set(columns) == VERDICTS
+    for paper, counts in said:
+        section = PAGE.split(f"## Paper 00{paper}")[1].split("\n## ")[0]
+        found = [line[3] for line in LINES if "| " + " | ".join(line) + " |" in section]
+        assert [int(count) for count in counts.split("|")] == [found.count(verdict) for verdict in columns], paper
+    assert len(said) == 4
+
+
 @pytest.mark.parametrize("line", LINES, ids=[f"{i}: {line[0][:30]}" for i, line in enumerate(LINES)])
 def test_the_files_of_a_row_exist(line):
     item, _, _, verdict, where = line

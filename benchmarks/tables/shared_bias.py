@@ -4,6 +4,7 @@ The rows of structure models (N rows of N tokens with a bias of the pairs, with 
 windows: one bias for all (Swin V2, Video Swin), and one for each window (SwinUNETR). All gradients are asked for, that of the bias too. The roof counts
 bytes alone, the bias once for all rows. Peers: torch's function, which is given the bias of every row where there is a mask, as its users build it,
 within the time; FlexAttention with the bias as score_mod, compiled for the shape, its compile time in the note; cuEquivariance where it is installed.
+Rows with the note `captured` are replays of a CUDA graph, without the host's time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from rows import Row, Writer
 from short_common import stream_bandwidth
 from steps import step
-from tables.short_ragged import timed
+from tables.short_ragged import both_ways
 from torch import Tensor
 
 import saccade
@@ -90,17 +91,17 @@ def run(writer: Writer, repeat_ms: int) -> None:
         roofs, found = _roofs(shape, bandwidth), {}
         for name, call in calls_of(shape).items():
             notes = [shape.model]
-            timings = timed(name, functools.partial(_made, shape, name, call, notes), repeat_ms)
-            if timings is None:
-                continue
-            found[name] = timings
-            for direction, timing in timings.items():
-                row = Row(
-                    "shared_bias", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note=", ".join(notes)
-                )
-                writer.add(row)
+            prepare = functools.partial(_made, shape, name, call, notes)
+            for kind, timings in both_ways(name, prepare, repeat_ms).items():
+                note = ", ".join([*notes, *filter(None, [kind])])
+                for direction, timing in timings.items():
+                    writer.add(
+                        Row("shared_bias", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note=note)
+                    )
+                found.setdefault(kind, {})[name] = timings
             torch.cuda.empty_cache()
-        _say(shape, found, roofs)
+        for kind, of_kind in found.items():
+            _say(f"{shape.model} {shape}{kind and ' ' + kind}", of_kind, roofs)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -122,7 +123,7 @@ def _made(
     return leaves, dout, compute
 
 
-def _say(shape: Shape, found: dict[str, dict[str, Timing]], roofs: dict[str, float]) -> None:
+def _say(what: str, found: dict[str, dict[str, Timing]], roofs: dict[str, float]) -> None:
     others = {name: times for name, times in found.items() if name not in _OURS}
     if "shared_bias" not in found or not others:
         return
@@ -135,7 +136,7 @@ def _say(shape: Shape, found: dict[str, dict[str, Timing]], roofs: dict[str, flo
             if name in found
         ]
         parts.append(f"{direction} {ours[direction].p50:.3f} (roof {roofs[direction]:.3f}), {' auto '.join(gains)} of {best}")
-    print(f"{shape.model} {shape}: {', '.join(parts)}", flush=True)
+    print(f"{what}: {', '.join(parts)}", flush=True)
 
 
 def _roofs(shape: Shape, bandwidth: float) -> dict[str, float]:
@@ -201,6 +202,8 @@ def flex(shape: Shape, mask: Tensor | None) -> Attend:
 
     # shapes that were compiled before would count towards the limit of recompilations
     torch.compiler.reset()
+    # or a backward that is timed alone, whose graph is kept, is refused
+    torch._functorch.config.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
     made = functools.cache(functools.partial(score_mod, shape, mask))  # another function at each call might be compiled anew
 

@@ -2,7 +2,8 @@
 
 Lengths are drawn from a log-normal distribution (sigma 0.5), cut at the longest: most sequences are shorter than the mean, as in text. The roof counts the
 bytes of real tokens alone, at the bandwidth of a plain copy. Peers: torch's `varlen_attn`, FlashAttention-4's varlen function, and torch's dense
-function on the padded batch with a key-padding mask (what a program does that does not pack).
+function on the padded batch with a key-padding mask (what a program does that does not pack). Rows with the note `captured` are replays of a CUDA
+graph: calls of small batches are host time otherwise.
 """
 
 import functools
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from peers import fa4_packed, torch_packed
 from rows import Row, Writer
 from short_common import log_normal_lengths, stream_bandwidth, time_directions
-from steps import NOT_RUN, first_line
+from steps import NOT_RUN, capture, first_line, step
 from torch import Tensor
 
 import saccade
@@ -48,6 +49,7 @@ class Shape:
 
 
 SHAPES = [
+    *(Shape(dim, 128, 20, batch) for batch in (64, 256, 1024) for dim in (32, 64)),
     *(Shape(dim, 64, 12, 16384) for dim in (32, 64, 128)),
     *(Shape(dim, 128, 40, 4096) for dim in (32, 64, 128)),
     *(Shape(dim, 128, 89, 4096) for dim in (32, 64, 128)),
@@ -66,17 +68,15 @@ def run(writer: Writer, repeat_ms: int) -> None:
         lengths = shape.lengths()
         offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
         roofs = _roofs(shape, int(lengths.sum()), bandwidth)
-        found = {}
+        found, ours = dict[str, float](), dict[str, Timing]()
         for name, call in _calls(shape, lengths, offsets).items():
-            timings = timed(name, call, repeat_ms)
-            if timings is None:
-                continue
-            found[name] = timings["fwd"].p50 + timings["bwd"].p50
-            for direction, timing in timings.items():
-                row = Row("short_ragged", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction])
-                writer.add(row)
-            if name == "ragged":
-                ours = timings
+            for kind, timings in both_ways(name, call, repeat_ms).items():
+                for direction, timing in timings.items():
+                    row = Row("short_ragged", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note=kind)
+                    writer.add(row)
+                if not kind:
+                    found[name] = timings["fwd"].p50 + timings["bwd"].p50
+                    ours = timings if name == "ragged" else ours
             torch.cuda.empty_cache()
         _kernels(writer, shape, offsets, roofs, repeat_ms)
         if "ragged" not in found:
@@ -94,15 +94,18 @@ def run(writer: Writer, repeat_ms: int) -> None:
         )
 
 
-def timed(name: str, call: Callable[[], "Prepared"], repeat_ms: int) -> dict[str, Timing] | None:
-    """Times of forward, backward and both; None where it does not run. Its tensors are gone afterwards, those of a failed call too, which
-    are half the memory of a GPU in the rows of a million sequences."""
+def both_ways(name: str, call: Callable[[], "Prepared"], repeat_ms: int) -> dict[str, dict[str, Timing]]:
+    """Times of forward, backward and both, by the note of their rows: "" of the call as it is, "captured" without backward alone. A call that does not run is
+    left out. Tensors are gone afterwards, those of a failed call too: in the rows of a million sequences they are half the memory of a GPU."""
+    found: dict[str, dict[str, Timing]] = {}
     try:
         leaves, dout, compute = call()
-        return time_directions(compute, leaves, dout, repeat_ms)
+        found[""] = time_directions(compute, leaves, dout, repeat_ms)
+        replays = {way: capture(step(compute, way, leaves, dout)) for way in ("fwd", "fwd+bwd")}
+        found["captured"] = {way: measure(replay, warmup_ms=5, repeat_ms=repeat_ms) for way, replay in replays.items()}
     except NOT_RUN as error:
-        print(f"  {name} does not run this row: {first_line(error)}")
-        return None
+        print(f"  {name} {'is not captured' if found else 'does not run this row'}: {first_line(error)}")
+    return found
 
 
 def _roofs(shape: Shape, tokens: int, bandwidth: float) -> dict[str, float]:

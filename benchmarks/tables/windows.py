@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from rows import Row, Writer
 from short_common import stream_bandwidth
-from tables.short_ragged import timed
+from tables.short_ragged import both_ways
 from torch import Tensor
 
 import saccade
@@ -68,12 +68,11 @@ def run(writer: Writer, repeat_ms: int) -> None:
         offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
         roofs, found = _roofs(shape, int(lengths.sum()), bandwidth), {}
         for name, call in _calls(shape, lengths, offsets).items():
-            timings = timed(name, call, repeat_ms)
-            if timings is None:
-                continue
-            found[name] = timings
-            for direction, timing in timings.items():
-                writer.add(Row("windows", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction]))
+            for kind, timings in both_ways(name, call, repeat_ms).items():
+                for direction, timing in timings.items():
+                    row = Row("windows", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note=kind)
+                    writer.add(row)
+                found |= {} if kind else {name: timings}
             torch.cuda.empty_cache()
         _say(shape, found, roofs)
 
@@ -146,7 +145,9 @@ def torch_windowed(shape: Shape, *call: Tensor | int) -> Tensor:
     """torch's function for packed sequences, with the window."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(*call, window_size=shape.window, enable_gqa=shape.heads != shape.kv_heads)
+    # torch 2.11 has no such keyword
+    grouped = {"enable_gqa": True} if shape.heads != shape.kv_heads else {}
+    return varlen_attn(*call, window_size=shape.window, **grouped)
 
 
 def fa4_windowed(shape: Shape, q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int) -> Tensor:

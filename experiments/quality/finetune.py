@@ -17,12 +17,10 @@ backward. In bf16 the model runs under autocast: its weights, their updates and 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from minilm import agreement, write
@@ -36,7 +34,6 @@ from saccade.integrations.transformers import register_nm_sparse
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import plot_style as style
 from run import gpu_folder, results_folder
 
 TOPICS = (
@@ -165,48 +162,8 @@ def measure(steps: int, seeds: int, most: int, place: Place) -> list[dict[str, o
     return rows
 
 
-def draw(rows: list[dict[str, object]], path: Path) -> list[Path]:
-    """Plot accuracy and agreement by attention, with a dot for each seed: `.png` and `.dark.png` beside the CSV."""
-    return style.save(path, lambda: _figure(rows))
-
-
-def _figure(rows: list[dict[str, object]]) -> Any:
-    panels = (
-        ("accuracy on held-out sentences", "accuracy_dense_weights", "accuracy"),
-        ("mean cosine with dense", "mean_cosine_before", "mean_cosine"),
-        ("rank correlation with dense", "spearman_before", "spearman"),
-    )
-    marks = (
-        (-0.13, "saccade, not fine-tuned with it (accuracy: weights of dense)", 1),
-        (0.13, "saccade, fine-tuned with it", 0),
-    )
-    figure, axes = style.panels(1, 3, 3.8)
-    for axis, (title, *columns) in zip(axes[0], panels, strict=True):
-        for (shift, label, setting), column in zip(marks, columns, strict=True):
-            for place, name in enumerate(ATTENTIONS):
-                look = style.LOOKS["dense"] if name == "dense" else style.SACCADE
-                options = {**style.line(look, setting), "marker": "o", "linestyle": ""}
-                values = [float(str(row[column])) for row in rows if row["attention"] == name]
-                shown = label if look is style.SACCADE else look.name if setting == 0 else None
-                axis.plot([place + shift] * len(values), values, **options, label=shown)
-                axis.plot(
-                    [place + shift - 0.09, place + shift + 0.09], [statistics.mean(values)] * 2, color=look.colour, linewidth=1.2
-                )
-        axis.set_xticks(range(len(ATTENTIONS)), list(ATTENTIONS))
-        axis.set_title(title)
-        axis.grid(axis="x", visible=False)
-    seeds = len({row["seed"] for row in rows})
-    # rows that were written before there was a choice say neither
-    where = f"{rows[0].get('device', 'CPU')}, {rows[0].get('dtype', 'float32')}"
-    style.head(
-        figure, "An encoder fine-tuned with pruned attention",
-        ["nm_finetune_minilm", f"all-MiniLM-L6-v2, {where}", f"{rows[0]['steps']} steps, {seeds} seeds, line: their mean"],
-    )  # fmt: skip
-    return figure
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Train, write, draw."""
+    """Train and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="folder of the results (default: results/<gpu>, or results/cpu)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -226,7 +183,6 @@ def main(arguments: list[str] | None = None) -> int:
     rows = measure(given.steps, given.seeds, given.held_out, place)
     path = write(rows, (given.out or results_folder() / (gpu_folder() if not on_cpu else "cpu")) / "nm_finetune_minilm.csv")
     print(path)
-    print(*draw(rows, path), sep="\n")
     return 0
 
 

@@ -221,69 +221,39 @@ def write(rows: list[dict[str, object]], path: Path) -> Path:
 
 
 def draw(rows: list[dict], path: Path) -> list[Path]:
-    """Agreement against density, and against Q^p at the anchored p and at the paper's: `.png` and `.dark.png` beside the CSV."""
+    """Agreement against density: `.png` and `.dark.png` beside the CSV."""
     return style.save(path, lambda: _figure(rows))
 
 
 def _figure(rows: list[dict]) -> Any:
-    p = anchored(rows)
-    panels = (
-        ("density", "share of the scores that is kept"),
-        (f"quality_{p:g}", f"$Q^p$, p = {p:g}"),
-        ("quality_6.5", "$Q^p$, p = 6.5 (the paper's)"),
-    )
-    figure, axes = style.panels(1, 3, 4.2, sharey=True)
-    for axis, (column, label), side in zip(axes[0], panels, ("below", "above", ""), strict=True):
-        for kind in ("top-K", "fixed"):
-            look = style.LOOKS[kind]
-            places = [(float(row[column]), float(row["mean_cosine"])) for row in rows if row["kind"] == kind]
-            name = f"{look.name}, the first keys" if kind == "fixed" else look.name
-            axis.plot(*zip(*places, strict=True), **style.line(look), label=name)
-        points = sorted(
-            (float(row[column]), float(row["mean_cosine"]), str(row["parameter"])) for row in rows if row["kind"] == "N:M"
+    figure, axes = style.panels(1, 1, 4.2)
+    axis = axes[0, 0]
+    found = {
+        kind: sorted(
+            (float(row["density"]), float(row["mean_cosine"]), str(row["parameter"])) for row in rows if row["kind"] == kind
         )
-        axis.plot(
-            *zip(*[(x, y) for x, y, _ in points], strict=True),
-            "o",
-            color=style.SACCADE.colour,
-            label=f"{style.SACCADE.name} N:M",
-            zorder=4,
-        )
-        # without names: they lie close together, and the table has them
-        dense = [(float(row[column]), float(row["mean_cosine"])) for row in rows if row["kind"] == "N:M + dense"]
-        if dense:
-            look = {"color": style.SACCADE.colour, "markerfacecolor": "none", "zorder": 3}
-            axis.plot(*zip(*dense, strict=True), "o", label="N:M with keys never pruned", **look)
-        axis.set_ylim(top=1.05)
-        if side:  # at the paper's p all lie on each other
-            _name(axis, points, side)
-        axis.set_xlabel(label)
-    axes[0, 0].set_ylabel("mean cosine with dense embeddings")
+        for kind in ("top-K", "fixed", "N:M", "N:M + dense")
+    }
+    for kind, more in (("top-K", ""), ("fixed", ", the first keys")):
+        places = [point[:2] for point in found[kind]]
+        axis.plot(*zip(*places, strict=True), **style.line(style.LOOKS[kind]), label=style.LOOKS[kind].name + more)
+    near: dict[float, list[tuple[float, float, str]]] = {}
+    for x, y, name in found["N:M"]:
+        axis.plot(x, y, **style.dot(style.SACCADE), label=f"{style.SACCADE.name} N:M", zorder=4)
+        near.setdefault(round(x, 1), []).append((x, y, name))
+    for points in near.values():  # patterns that keep about one share have one label, below them
+        lowest = min(y for _, y, _ in points)
+        names = ", ".join(name for _, _, name in points)
+        axis.annotate(names, (points[0][0], lowest), (0, -15), textcoords="offset points", ha="center", fontsize=8.5)
+    for x, y, _ in found["N:M + dense"]:  # without names: the table has them
+        look = style.dot(style.SACCADE) | {"markerfacecolor": "none"}
+        axis.plot(x, y, **look, label="N:M with keys never pruned", zorder=3)
+    axis.set(ylim=(None, 1.02), xlabel="share of the scores that is kept", ylabel="mean cosine with dense embeddings")
     style.head(
         figure, "Embeddings of a pruned encoder, without training",
         ["nm_quality_minilm", "all-MiniLM-L6-v2, every attention layer pruned", "CPU, float32"],
     )  # fmt: skip
     return figure
-
-
-def _name(axis: Any, points: list[tuple[float, float, str]], side: str) -> None:
-    """Write the patterns beside their points; those of points too near for a label each share one."""
-    near = 0.06 * (axis.get_xlim()[1] - axis.get_xlim()[0])
-    groups: list[list[tuple[float, float, str]]] = []
-    for point in points:
-        if groups and point[0] - groups[-1][-1][0] < near:
-            groups[-1].append(point)
-        else:
-            groups.append([point])
-    for group in groups:
-        text = ", ".join(name for _, _, name in group)
-        options = {"textcoords": "offset points", "fontsize": 8}
-        if side == "above":
-            axis.annotate(text, group[0][:2], (-4, 5 if len(group) == 1 else 10), ha="right", **options)
-        elif group[-1][1] > 0.995:  # below it runs the line of the first keys
-            axis.annotate(text, group[-1][:2], (0, 6), ha="center", **options)
-        else:
-            axis.annotate(text, group[0][:2], (0, -14), **options)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -80,9 +80,9 @@ class TestDecode:
         pytest.importorskip("matplotlib")
         path = tmp_path / "dynamic_mask_decode.csv"
         rows_of(table, load, path)
-        drawn, lengths = [], load("plot_lengths")
-        draw = lengths._draw
-        monkeypatch.setattr(lengths, "_draw", lambda axis, rows: (drawn.extend(rows), draw(axis, rows)))
+        drawn, lengths = [], load("plot_lines")
+        draw = lengths._mask_lines
+        monkeypatch.setattr(lengths, "_mask_lines", lambda axis, rows: (drawn.extend(rows), draw(axis, rows)))
         assert [p.name for p in load("plot").draw(path)] == ["dynamic_mask_decode.png", "dynamic_mask_decode.dark.png"]
         assert {lengths._shape(r) for r in drawn} == {"B=1 H=4 Hkv=2 D=16"}
 

@@ -178,10 +178,25 @@ def test_the_plot_shows_speed_over_stock(load):
     times = {"stock": "6", "saccade": "2", "saccade_unpadded": "1.5", "unknown": "1"}
     rows = [{"problem": "p", "direction": "fwd", "backend": name, "ms_p50": ms} for name, ms in times.items()]
     assert load("plot_models").gains_of(rows) == {("fwd", "p"): {"saccade": 3.0, "saccade_unpadded": 4.0}}
-    label = load("plot_models")._label("CLIP ViT-L/14 B=64 S=257 cls_only")
-    assert label == "CLIP ViT-L/14 B=64\nS=257 cls only"
-    label = load("plot_models")._label("MiniLM encode from strings texts=2048 mean=20 float32")
-    assert label == "MiniLM\nencode from strings texts=2048 float32"
+    rows.append({"problem": "p", "direction": "fwd", "backend": "saccade_captured", "ms_p50": "1"})
+    assert load("plot_models").gains_of(rows)["fwd", "p"] == {
+        "saccade_loop": 3.0,
+        "saccade_unpadded": 4.0,
+        "saccade_captured": 6.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("problem", "label"),
+    [
+        ("CLIP ViT-L/14 B=64 S=257 cls_only", "CLIP ViT-L/14, B = 64, S = 257, cls only"),
+        ("MiniLM encode from strings texts=2048 mean=20 float32", "MiniLM, encode 2,048 texts, float32"),
+        ("BERT-base B=256 passages=512 mean=187 padding=0.45", "BERT-base, 256 passages"),
+        ("MiniLM B=1024 sentences, sorted items=2048 mean=22 padding=0.72", "MiniLM, 1,024 sentences, sorted"),
+    ],
+)
+def test_a_row_of_the_plot_says_model_and_batch(load, problem, label):
+    assert load("plot_models").label_of(problem) == label
 
 
 def test_swin_by_timm(table, load, tmp_path):

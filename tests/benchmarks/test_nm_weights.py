@@ -167,21 +167,6 @@ def test_the_table_on_a_cpu(load, table, tmp_path, capsys):
                 assert ("projected" in row["note"]) is (attention in ("staged 2:4", "fused 2:4"))
     assert "both pruned over both dense x" in capsys.readouterr().out
 
-    plotted = load("plot_weights").gains_of(rows)
-    assert set(plotted) == {"staged 2:4", "fused 2:4"}
-    for attention, problems in plotted.items():
-        for problem, gains in problems.items():
-            said = found[problem, f"{attention}, 2:4 weights"]["note"]
-            assert float(re.search(r"x([\d.]+) of both dense", said)[1]) == pytest.approx(gains.whole, rel=5e-3, abs=1e-3)
-            said = found[problem, f"{attention}, dense weights"]["note"]
-            assert float(re.search(r"x([\d.]+) projected", said)[1]) == pytest.approx(gains.projected, rel=0.02, abs=1e-3)
-    # a table that was interrupted is drawn as far as it goes
-    assert {len(problems) for problems in load("plot_weights").gains_of(rows[:-1]).values()} == {1}
-    pytest.importorskip("matplotlib")
-    written = load("plot").draw(path)
-    assert [p.name for p in written] == ["nm_weights.png", "nm_weights.dark.png"]
-    assert min(p.stat().st_size for p in written) > 8_000
-
 
 def test_wrong_weights_end_the_table(load, table, monkeypatch, tmp_path):
     monkeypatch.setattr(load("static_weights"), "stored", lambda weight: weight.roll(1, 0))

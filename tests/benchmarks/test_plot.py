@@ -16,8 +16,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import plot  # noqa: E402
 import plot_all  # noqa: E402
-import plot_auto  # noqa: E402
-import plot_fused  # noqa: E402
+import plot_nm  # noqa: E402
+import plot_short  # noqa: E402
 import plot_style  # noqa: E402
 from matplotlib import colors, image  # noqa: E402
 
@@ -28,13 +28,13 @@ RESULTS = BENCHMARKS / "results"
 def test_fused_tables_show_both_patterns_beside_flash(table, tmp_path, monkeypatch):
     path = Path(shutil.copy(RESULTS / "h200" / f"{table}.csv", tmp_path))
     panels = []
-    lines = plot_fused._lines
-    monkeypatch.setattr(plot_fused, "_lines", lambda rows: panels.append(lines(rows)) or panels[-1])
+    throughput = plot_nm.throughput
+    monkeypatch.setattr(plot_nm, "throughput", lambda rows: panels.append(throughput(rows)) or panels[-1])
     light, dark = plot.draw(path)
     assert min(light.stat().st_size, dark.stat().st_size) > 10_000
     with open(path, newline="") as handle:
         lengths = {int(re.search(r"Tk=(\d+)", row["problem"])[1]) for row in csv.DictReader(handle)}
-    assert len(panels) == 4
+    assert len(panels) == 8  # light and dark
     for panel in panels:
         for name in ("mma_sp 1:2", "mma_sp 2:4", "sdpa_flash"):
             assert [n for n, _ in panel[name]] == sorted(lengths)
@@ -71,31 +71,79 @@ def test_the_legend_has_ours_first_and_the_roof_last():
 def test_the_plot_of_auto_has_every_problem_once():
     with open(RESULTS / "h200" / "short_auto.csv", newline="") as handle:
         rows = list(csv.DictReader(handle))
-    gains = plot_auto._gains(rows)
-    assert sum(map(len, gains.values())) == len({(row["problem"], row["note"], row["direction"]) for row in rows})
+    gains = plot_short.auto_gains(rows)
+    assert set(gains) == {(row["problem"], row["note"], row["direction"]) for row in rows}
     first = {row["backend"]: float(row["ms_p50"]) for row in rows[:3]}
-    assert gains["float16", "fwd"][0] == pytest.approx(first["sdpa"] / first["auto"])
-    same_rows = [{**row, "note": "equal rows, copied"} for row in rows[:3]]
-    assert plot_auto._gains(same_rows) == {("equal rows", "fwd"): gains["float16", "fwd"][:1]}
-    assert plot_auto._kind("attention(B=1024 H=8 Tq=49 Tk=49 D=32 bf16 mask[1024x1x1x49] grad sm_90)") == "key mask"
-    assert plot_auto._kind("attention(B=1024 H=8 Tq=32 Tk=32 D=64 bf16 mask[1024x1x32x32] grad sm_90)") == "full mask"
+    assert gains[rows[0]["problem"], "", "fwd"] == pytest.approx(first["sdpa"] / first["auto"])
+    lost = plot_short._words("attention(B=1024 H=8 Hkv=2 Tq=1 Tk=50 D=64 bf16 grad sm_90)")
+    assert lost == "B=1024 H=8 Hkv=2 Tq=1 Tk=50 D=64 bf16"
 
 
-def test_problems_of_packed_sequences_share_a_label():
-    shape = "attention_varlen(B=4096 H=12 D={} bf16 longest=128 mean=40 tokens=163385)"
-    assert plot._labels([shape.format(dim) for dim in (32, 64, 128)]) == ["D=32", "D=64\nmean 40\nmax 128\nB=4,096", "D=128"]
-    models = ["attention(B=8192 H=4 Tq=49 Tk=49 D=32 bf16 bias[1x4x49x49]+grad sm_90)", "attention(B=9 H=8 Tq=1 Tk=32 D=64 bf16)"]
-    assert plot._labels(models) == ["S=49\nD=32\nbias H=4", "1×32\nD=64"]
+def test_a_row_compares_with_the_best_peer():
+    name = "attention(B=9 H=8 Tq=128 Tk=128 D=64 bf16 causal grad sm_90)"
+    times = {"short": (1.0, 2.5), "sdpa_flash": (4.0, 6.0), "sdpa_cudnn": (3.0, 7.0)}
+    rows = [
+        {"table": "short_full", "problem": name, "direction": way, "backend": b, "ms_p50": str(t), "note": ""}
+        for b, both in times.items()
+        for way, t in zip(("fwd", "bwd"), both, strict=True)
+    ]
+    ((heading, row),) = plot._rows(rows)
+    assert (heading, row.name) == ("separate Q, K, V", "128 tokens, D = 64, causal, H = 8")
+    assert [dot.value for dot in row.dots] == [3.0, pytest.approx(10 / 3.5)]  # the sum, as both together were not measured
+    assert row.said == "3.00 · 2.86  SDPA cuDNN"
+    ((heading, row),) = plot._rows([r | {"note": "triangle, compiled in 9 s"} for r in rows])
+    assert heading == "triangle"
+    alone = [r for r in rows if r["backend"] == "short"]
+    assert list(plot._rows(alone)) == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "label"),
+    [
+        (
+            "attention_varlen(B=4096 H=12 D=32 bf16 longest=128 mean=40 tokens=163385)",
+            ("mean 40 of 128 tokens, 4,096 sequences", "D = 32, H = 12"),
+        ),
+        ("attention(B=9 H=8 Tq=1 Tk=32 D=64 bf16 packed grad)", ("packed QKV", "1 query, 32 keys, D = 64")),
+        (
+            "attention_varlen(B=247 H=12 D=64 bf16 window=(64, 64) longest=256 tokens=36812)",
+            ("window 64, 64", "longest 256, B = 247"),
+        ),
+    ],
+)
+def test_problems_that_share_a_heading_differ_in_their_names(problem, label):
+    assert plot._label(problem) == label
 
 
 def test_every_committed_plot_can_be_drawn_again(monkeypatch):
     drawn = []
-    monkeypatch.setattr(plot_style, "save", lambda path, build: drawn.append(path) or [path])
+    monkeypatch.setattr(plot_style, "save", lambda path, build: drawn.append(path) or [])
     assert plot_all.main([]) == 0
     plots = {p.relative_to(RESULTS) for p in RESULTS.rglob("*.png") if not p.name.endswith(".dark.png")}
-    assert {p.with_suffix(".png").relative_to(RESULTS) for p in drawn} >= plots
+    assert {p.with_suffix(".png").relative_to(RESULTS) for p in drawn} == plots
 
 
 def test_a_folder_without_tables_is_refused(tmp_path, capsys):
     assert plot_all.main(["--results", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_the_newest_table_is_drawn_and_shown(tmp_path, capsys):
+    """If two machines have a table, the plot of the older one goes, and pages show the new one."""
+    page = tmp_path / "docs" / "speed.md"
+    page.parent.mkdir()
+    page.write_text("![Maps](../benchmarks/results/h200/short_sizes.png)")
+    text = (RESULTS / "h200" / "short_sizes.csv").read_text()
+    for folder, day in (("h200", "2026-01-02"), ("h100", "2026-03-01")):
+        table = tmp_path / folder / "short_sizes.csv"
+        table.parent.mkdir()
+        table.write_text(re.sub(r"2026-\d\d-\d\d", day, text))
+    for name in ("short_sizes.png", "short_sizes.dark.png"):
+        (tmp_path / "h200" / name).write_text("old")
+    assert plot_all.main(["--results", str(tmp_path), "--pages", str(tmp_path), "short_sizes"]) == 0
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.png")) == [
+        "h100/short_sizes.dark.png",
+        "h100/short_sizes.png",
+    ]
+    assert page.read_text() == "![Maps](../benchmarks/results/h100/short_sizes.png)"
+    assert "mend the words below it" in capsys.readouterr().out

@@ -59,7 +59,7 @@ def test_the_table_on_a_cpu(load, table, tmp_path, capsys):
                     assert "predicted" not in of[whole]["note"]
     assert len(capsys.readouterr().out.splitlines()) == len(rows) // 2
 
-    points = load("plot_depth").points_of(rows)
+    points = load("plot_lines").points_of(rows)
     assert len(points) == 2 * 2 * 2
     assert all([depth for depth, *_ in found] == [1, 2, 3] for found in points.values())
     pytest.importorskip("matplotlib")
@@ -115,9 +115,8 @@ def test_times_that_scatter_predict_nothing_and_keep_their_row(load):
     assert found[3] == pytest.approx(1 / (1 - 1.6 / 9))
     row = {"problem": "BERT L=1", "direction": "fwd", "backend": "saccade_cls_only"}
     note = f"5 items/s; x1.500 of saccade, x1.400 predicted by multiplications, x{found[1]:.3f} by time"
-    (points,) = load("plot_depth").points_of([row | {"note": note}]).values()
-    assert points[0][:3] == (1, 1.5, 1.4)
-    assert math.isnan(points[0][3])
+    (points,) = load("plot_lines").points_of([row | {"note": note}]).values()
+    assert points == [(1, 1.5)]
 
 
 def test_the_pooled_token_of_another_item_is_never_timed(load, table, monkeypatch, tmp_path):

@@ -204,14 +204,14 @@ def test_they_are_drawn_from_their_rows(table, plots, load, monkeypatch, tmp_pat
 
 def test_the_plot_of_longer_sequences_shows_shares_of_the_roof(load):
     row = {"problem": "p", "direction": "fwd", "backend": "long", "roof_ms": "0.3", "ms_p50": "0.6"}
-    assert load("plot_long")._shares([row]) == {("p", "fwd", "long"): 0.5}
+    assert load("plot_lines").shares_of([row]) == {("p", "fwd", "long"): 0.5}
 
 
 def test_the_map_of_gains_compares_what_the_table_does(load):
     problem = "attention(B=8 H=12 Tq=50 Tk=50 D=64 bf16 grad sm_90)"
     times = {"short": 1.0, "auto": 0.5, "sdpa": 0.1, "sdpa_flash": 4.0, "sdpa_cudnn": 3.0}
     rows = [{"problem": problem, "direction": "fwd", "note": "kernel", "backend": b, "ms_p50": str(t)} for b, t in times.items()]
-    sizes = load("plot_sizes")
+    sizes = load("plot_short")
     eager, graph = (sizes._gains(rows, "fwd", *way) for way in sizes._WAYS.values())
     assert (eager, graph) == ({}, {(64, 50, 96): 3.0})
     table = load("tables.short_sizes")

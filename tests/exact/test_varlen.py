@@ -24,7 +24,7 @@ from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import launchers
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.testing.varlen_check import check_varlen
-from saccade.exact.varlen import api, by_torch
+from saccade.exact.varlen import api, behind, by_torch
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.exact.varlen.problem import describe_as_packed, describe_varlen
 from saccade.testing.judge import report
@@ -602,11 +602,15 @@ class DenseLast(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         assert dout.stride(-1) == 1
-        return dout, dout, dout
+        return dout.clone(), dout.clone(), dout.clone()  # as torch makes them, in memory of their own
 
 
-def test_torchs_packed_attention_gets_dense_rows(monkeypatch):
+@pytest.mark.parametrize("in_place", [True, False])
+def test_torchs_packed_attention_gets_dense_rows(monkeypatch, in_place):
     """In any order of the dimensions; tokens behind the last sequence give and get zeros."""
+    if not in_place:
+        monkeypatch.setattr(behind, "eager", lambda *tensors: False)
+    assert behind.behind(torch.zeros(2, dtype=torch.int32)).in_place == in_place
     packed = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(packed, "varlen_attn", lambda q, k, v, *offsets, **options: DenseLast.apply(q, k, v))
     tensors = [torch.randn(16, 8, 2).half().permute(1, 2, 0).requires_grad_() for _ in range(3)]  # [T, H, D], D the slowest

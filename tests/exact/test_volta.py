@@ -660,7 +660,7 @@ def test_later_architectures_compile_it_for_checking(arch):
 
 
 def within_limits(case: Case) -> bool:
-    return case.head_dim % 8 == 0 and case.head_dim <= 128 and not case.windows
+    return case.head_dim % 8 == 0 and case.head_dim <= 128 and not case.windows and not case.window
 
 
 @pytest.mark.gpu

@@ -302,17 +302,15 @@ def test_draws(tmp_path):
         language_curves.draw(tmp_path / "language.csv")
 
 
-def test_memory_is_drawn_where_the_time_is():
-    """Neither time nor memory is known of a run that shared its GPU."""
+def test_the_plot_has_a_panel_for_each_size():
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    common = {"method": "dense", "seed": "0", "keep": "8", "context": "32", "tokens": "64", "device": "a GPU", "torch": "2"}
+    common = {"method": "dense", "keep": "8", "context": "32", "tokens": "64", "device": "a GPU", "torch": "2"}
     rows = [
-        common | {"size": size, "parameters": count, "perplexity": "9.0", "step_ms": step_ms, "peak_mib": "70.0"}
-        for size, count, step_ms in (("3M", "3000000", "2.0"), ("10M", "10000000", "nan"))
+        common | {"size": size, "parameters": count, "perplexity": value, "seed": str(seed)}
+        for size, count in (("3M", "3000000"), ("10M", "10000000"))
+        for seed, value in enumerate(("8.0", "10.0"))
     ]
     figure = language_curves._language("language", rows)
-    assert [len(axis.lines[0].get_xdata()) for axis in figure.axes] == [2, 1, 1]
-    pyplot.close(figure)
-    figure = language_curves._language("language", [row | {"step_ms": "nan"} for row in rows])
-    assert [axis.get_title() for axis in figure.axes] == ["held-out perplexity"]
+    assert [axis.get_title() for axis in figure.axes] == ["3M parameters", "10M parameters"]
+    assert [text.get_text() for text in figure.axes[1].texts] == ["9.0"]  # the mean of the seeds
     pyplot.close(figure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-RESULTS = "benchmarks/results/h200"
+RESULTS = "benchmarks/results"
 
 
 class Row(NamedTuple):
@@ -40,9 +40,9 @@ class Source(NamedTuple):
         return f"{self.path} at {'; '.join(map(str, self.rows))}" if self.rows else self.path
 
 
-def table(name: str, *rows: Row) -> Source:
-    """Rows of a table that was measured on an H200."""
-    return Source(f"{RESULTS}/{name}.csv", rows)
+def table(name: str, *rows: Row, card: str = "h100") -> Source:
+    """Rows of a table. card: the folder of the GPU on which it was measured."""
+    return Source(f"{RESULTS}/{card}/{name}.csv", rows)
 
 
 def square(length: int, head_dim: int, problems: int, features: str = "") -> Row:

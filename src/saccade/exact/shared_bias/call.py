@@ -81,7 +81,7 @@ class SharedBiasCall:
         assert bias is not None, "the backend takes calls with a bias"
         rows, columns = self._rows_of(bias), self.kv_len
         if self.copies:
-            rows = F.pad(rows, (0, -self.kv_len % WIDEST)).contiguous()
+            rows = _widened(rows)
             columns = rows.shape[3]
         rows = rows.expand(self.windows, self.heads, self.q_len, columns)
         visible = query if mask is None else _keys_of(mask, self.batch, self.kv_len)
@@ -96,7 +96,7 @@ class SharedBiasCall:
     def turned(self, given: Given) -> tuple[Tensor, tuple]:
         """The copy, `[W, Hb, Tk, Tq or more]`, and in place of `numbers` those of its strides."""
         rows = given.bias[:, : self.bias_owners, :, : self.kv_len]
-        copy = F.pad(rows.transpose(2, 3), (0, -self.q_len % WIDEST)).contiguous()
+        copy = _widened(rows.transpose(2, 3))
         of_row, of_head, of_key, _ = copy.stride()
         strides = of_row if self.windows > 1 else 0, of_head if self.bias_owners > 1 else 0, 1, of_key
         return copy, (strides, *self.numbers[1:])
@@ -130,6 +130,12 @@ def call_of(args: AttentionArgs, config: Config | None, bias_grad: bool) -> Shar
     if found is None or found.config is not chosen:
         found = args.launches.remember(("shared_bias", bias_grad), SharedBiasCall(args, chosen, bias_grad))
     return found
+
+
+def _widened(rows: Tensor) -> Tensor:
+    """A dense copy whose last dimension is filled up to whole tiles. To pad by nothing would be a copy too."""
+    missing = -rows.shape[-1] % WIDEST
+    return (F.pad(rows, (0, missing)) if missing else rows).contiguous()
 
 
 def _keys_of(mask: Tensor, batch: int, kv_len: int) -> Tensor:

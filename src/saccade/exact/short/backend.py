@@ -87,7 +87,7 @@ def _too_small(problem: Problem) -> Rule | None:
     return Rule(
         f"the time of {direction} of {problems:,} problems is host time, of which torch's function needs less below {fewest:,} (B * H); "
         "under CUDA graphs and torch.compile these kernels are chosen",
-        table("short_overhead", square(32, 64, 8)),
+        table("short_overhead", square(32, 64, 8), card="h200"),
     )
 
 
@@ -110,22 +110,26 @@ def _slower(problem: Problem) -> Rule | None:
         return None
     if problem.dropout_p > 0:
         rows = (square(128, d, 8192, "dropout=") for d in (64, 128))
-        return Rule("dropout beyond 64 tokens: 0.55 to 0.75 of torch's speed in forward", table("short_auto", *rows))
+        return Rule("dropout beyond 64 tokens: 0.55 to 0.75 of torch's speed in forward", table("short_auto", *rows, card="h200"))
     if grouped:
         if problem.needs_grad and problem.mask is None:
             return None
         said = "grouped heads beyond 64 tokens: 0.83 of torch's speed in forward"
-        return Rule(said, table("short_auto", square(128, 64, 8192, "Hkv=")))
+        return Rule(said, table("short_auto", square(128, 64, 8192, "Hkv="), card="h200"))
     if problem.mask == "bool":
         said = "a mask that differs by query, beyond 64 tokens: 0.64 of torch's speed"
-        return None if problem.row_mask else Rule(said, table("short_auto", square(128, 64, 8192, "mask[1024x1x128x128]")))
+        return (
+            None
+            if problem.row_mask
+            else Rule(said, table("short_auto", square(128, 64, 8192, "mask[1024x1x128x128]"), card="h200"))
+        )
     # plain, causal or with lengths: with backward 1.2x to 2.9x. Forward at D > 32 is 1.0x to 1.8x with the kernels of sm_90,
     # which are used from 2^25 elements; 0.86x to 0.93x below that, and 0.76x to 0.99x where they do not apply
     elements = problem.batch * problem.heads * longest * dim
     if dim <= 32 or problem.needs_grad or (problem.arch == 90 and elements >= 2**25):
         return None
     said = "forward alone beyond 64 tokens at D > 32: 0.76 to 0.99 of torch's speed"
-    return Rule(said, table("short_sizes", *(square(s, 64, 3072) for s in (77, 128))))
+    return Rule(said, table("short_sizes", *(square(s, 64, 3072) for s in (77, 128)), card="h200"))
 
 
 # of what a table that was measured again since does not have any more
@@ -138,7 +142,7 @@ def _slower_for_one_query(problem: Problem, grouped: bool) -> Rule | None:
     if not grouped:
         return None
     rows = (Row(1, s, 64, 8192, "Hkv=") for s in (50, 128))
-    return Rule("one query with grouped heads: 0.22 to 0.71 of torch's speed", table("short_auto", *rows))
+    return Rule("one query with grouped heads: 0.22 to 0.71 of torch's speed", table("short_auto", *rows, card="h200"))
 
 
 def _prefers_bias(problem: Problem) -> bool:

@@ -28,10 +28,10 @@ def gains(problem: Problem, few: bool) -> Source | None:
     if not feature:
         return _plain(problem, longest, few)
     if longest <= 64:
-        return table("short_auto", *(square(s, d, 8192, feature) for s, d in _SHORT[feature]))
+        return table("short_auto", *(square(s, d, 8192, feature) for s, d in _SHORT[feature]), card="h200")
     if few:
-        return table("short_auto", square(128, 64, 256, feature))
-    return table("short_auto", *_LONG[feature])
+        return table("short_auto", square(128, 64, 256, feature), card="h200")
+    return table("short_auto", *_LONG[feature], card="h200")
 
 
 _SHORT = {
@@ -53,9 +53,9 @@ _LONG = {
 
 def _one_query(problem: Problem) -> Source:
     if problem.dtype.itemsize == 4:
-        return table("short_auto", *(Row(1, s, 64, 8192, "fp32") for s in (50, 128)))
+        return table("short_auto", *(Row(1, s, 64, 8192, "fp32") for s in (50, 128)), card="h200")
     if problem.mask == "bool":
-        return table("short_auto", *(Row(1, s, 64, 8192, "mask[") for s in (50, 128)))
+        return table("short_auto", *(Row(1, s, 64, 8192, "mask[") for s in (50, 128)), card="h200")
     return table("short_pooling", *(Row(1, s, 64, 128_000) for s in (32, 128)))
 
 
@@ -64,4 +64,4 @@ def _plain(problem: Problem, longest: int, few: bool) -> Source:
         return table("short_full", square(32 if longest <= 64 else 128, 128, 128_000))
     dim, problems = (32 if problem.head_dim <= 32 else 64), (96 if few else 12_288)
     lengths = (32, 50) if longest <= 64 else (77, 128)
-    return table("short_sizes", *(square(s, dim, problems) for s in lengths))
+    return table("short_sizes", *(square(s, dim, problems) for s in lengths), card="h200")

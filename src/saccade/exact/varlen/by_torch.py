@@ -17,6 +17,7 @@ from saccade.engine.window import Window, ends_of, shown_window
 from saccade.exact.bands import MOST, Band, band_of, fold, unfold
 from saccade.exact.varlen import reference
 from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, FULL, HIDE_LATER, VarlenArgs
+from saccade.exact.varlen.behind import behind
 from saccade.exact.varlen.problem import VarlenProblem
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -53,10 +54,9 @@ def _why_not_flash(problem: VarlenProblem) -> list[str]:
 def _attend_flash(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, Tensor | None]:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    # torch leaves tokens behind the last sequence as memory was, in gradients too
-    real_q, real_k = _real(args.query, args.cu_seqlens_q), _real(args.key, args.cu_seqlens_k)
-    query, scale = scaled_as_torch_takes_it(_cleared(args.query, real_q), args.scale)
-    key, value = _cleared(args.key, real_k), _cleared(args.value, real_k)
+    after_q, after_k = (behind(ends, *args[:3]) for ends in (args.cu_seqlens_q, args.cu_seqlens_k))
+    query, scale = scaled_as_torch_takes_it(after_q.of_input(args.query), args.scale)
+    key, value = after_k.of_input(args.key), after_k.of_input(args.value)
     options: Any = (
         {"enable_gqa": problem.heads != problem.kv_heads} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     )
@@ -67,18 +67,8 @@ def _attend_flash(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, Ten
     )  # fmt: skip
     out, lse = found if isinstance(found, tuple) else (found, None)
     if lse is not None:
-        lse = lse.masked_fill(lse.isinf() | ~real_q[:, 0], float("-inf"))
-    return _cleared(out, real_q), lse
-
-
-def _cleared(tokens: Tensor, real: Tensor) -> Tensor:
-    """Zeros behind the last sequence. As rows of all heads, so that the last dimension is dense, which torch demands, and in gradients too."""
-    return tokens.flatten(1).where(real, 0.0).view(tokens.shape)
-
-
-def _real(tokens: Tensor, offsets: Tensor) -> Tensor:
-    """Whether each token belongs to a sequence, `[T, 1]`."""
-    return (torch.arange(tokens.shape[0], device=tokens.device) < offsets[-1])[:, None]
+        lse = lse.masked_fill(lse.isinf() | ~after_q.real(args.query)[:, 0], float("-inf"))
+    return after_q.of_output(out), lse
 
 
 def _why_not_grouped(problem: VarlenProblem) -> list[str]:
