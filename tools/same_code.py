@@ -1,4 +1,4 @@
-"""Which changed kernels have the machine code that they had: `python -m tools.same_code COMMIT`.
+"""Finds the changed kernels that have the machine code that they had: `python -m tools.same_code COMMIT`.
 
 CUDA sources are compiled as the tests of their family compile them, and the Triton launches of tests/launch/test_compile_targets.py for sm_90, at
 COMMIT and here. A changed file is the same if all builds that reach it have the same instructions, byte for byte. `benchmarks/same_code.csv` gets a

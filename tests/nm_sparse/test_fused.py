@@ -133,7 +133,7 @@ def assert_pipelined(built, code: str, overlap: bool, least: int = 16) -> None:
     assert waits <= (10 if overlap else 4)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("stores", [False, True], ids=["plain", "stores"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("pattern", ["2:4", "1:2"])

@@ -1,4 +1,4 @@
-// What the warps of a thread block do together on sm_90: barriers of some of them, by number, and registers that one warpgroup leaves to others.
+// Warps of a thread block together, on sm_90: barriers of some of them, by number, and registers that one warpgroup leaves to others.
 #pragma once
 
 // So many threads meet: those that wait here, and those that have passed. Barrier 0 is __syncthreads.

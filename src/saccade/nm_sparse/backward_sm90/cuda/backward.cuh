@@ -8,7 +8,7 @@
 // in lse: where |lse| is above FAR the dQ kernel adds up the weights of a row, and gives -log2 of the sum to the dK, dV kernel. lse is never below
 // the largest score, so these weights are at most 1.
 //
-// What a lane holds of a product is in accumulator.cuh.
+// accumulator.cuh says which numbers of a product a lane holds.
 #pragma once
 #include "accumulator.cuh"
 #include "async_copy.cuh"
