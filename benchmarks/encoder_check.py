@@ -18,7 +18,10 @@ import torch
 from encoders import Batch, Encoder
 from torch import Tensor
 
-_WEIGHTS = ("query", "key", "value", "q_proj", "k_proj", "v_proj", "qkv", "relative_position_bias_table")
+_WEIGHTS = (
+    "query", "key", "value", "q_proj", "k_proj", "v_proj", "qkv", "relative_position_bias_table", "SelfAttention.q", "SelfAttention.k", "SelfAttention.v",
+    "relative_attention_bias",
+)  # fmt: skip
 _ITEMS = 32  # of the reference at a time, so that it fits beside the rest
 
 

@@ -23,17 +23,24 @@ _LARGE = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 1
 
 @dataclass(frozen=True)
 class Architecture:
-    """One encoder: its class in transformers without "Config" and "Model", and its sizes. pool: "mean" over the tokens, or "first"."""
+    """One encoder: its class in transformers without "Config" and "Model", and its sizes. pool: "mean" over the tokens, or "first". part: that of the
+    class which is the encoder."""
 
     name: str
     kind: str
     sizes: dict[str, Any]
     pool: str = "first"
     options: dict[str, Any] = field(default_factory=dict)
+    part: str = ""
 
     @property
     def is_text(self) -> bool:
         """Whether it reads tokens; else it reads images."""
+        return self.packs or self.kind == "T5"
+
+    @property
+    def packs(self) -> bool:
+        """Whether it takes a packed batch. T5's relative bias is of padded positions."""
         return self.kind in ("Bert", "XLMRoberta", "ModernBert")
 
     @property
@@ -48,7 +55,9 @@ class Architecture:
         config = getattr(transformers, f"{self.kind}Config")(**self.sizes)
         torch.manual_seed(0)
         with torch.device(device):
-            model = getattr(transformers, f"{self.kind}Model")._from_config(config, attn_implementation="sdpa", **self.options)
+            model = getattr(transformers, f"{self.kind}{self.part}Model")._from_config(
+                config, attn_implementation="sdpa", **self.options
+            )
             found = Encoder(model, config.hidden_size, self.pool)
         with torch.no_grad():
             for name, weight in found.model.named_parameters():
@@ -70,6 +79,7 @@ MODERN = Architecture(
     "ModernBERT-base", "ModernBert",
     {"vocab_size": 30522, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}, "mean",
 )  # fmt: skip
+T5 = Architecture("T5-base encoder", "T5", {**_BASE, "d_ff": 3072}, "mean", part="Encoder")
 _IMAGE = {"image_size": 224, "patch_size": 16}
 VIT = Architecture("ViT-B/16", "ViT", {**_BASE, **_IMAGE}, "first", {"add_pooling_layer": False})
 CLIP = Architecture("CLIP ViT-L/14", "CLIPVision", {**_LARGE, "intermediate_size": 4096, "image_size": 224, "patch_size": 14})

@@ -160,11 +160,12 @@ def measure_ours(
 
 
 def measure_peers(
-    writer: Writer, table: str, problem: str, shape: Shape, repeat_ms: int, packed: bool, with_fa4: bool = True, **options
-) -> dict[str, dict[str, Timing]]:
-    """End-to-end rows of every peer that runs this shape."""
+    writer: Writer, table: str, problem: str, shape: Shape, repeat_ms: int, packed: bool, with_fa4: bool = True,
+    only: dict[str, Callable[..., Tensor]] | None = None, **options,
+) -> dict[str, dict[str, Timing]]:  # fmt: skip
+    """End-to-end rows of every peer that runs this shape, or of these alone."""
     found = {}
-    for name, call in peers(with_fa4 and not packed).items():
+    for name, call in (peers(with_fa4 and not packed) if only is None else only).items():
         leaves, qkv, dout = shape.leaves(packed)
 
         def run(call=call, qkv=qkv, leaves=leaves) -> Tensor:

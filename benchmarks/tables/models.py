@@ -1,4 +1,4 @@
-"""Whole encoders, as a user runs them: MiniLM and BERT on real text, ViT, CLIP, SigLIP, DINOv2 and Swin on images; forward, and steps
+"""Whole encoders, as a user runs them: MiniLM, BERT and T5 on real text, ViT, CLIP, SigLIP, DINOv2 and Swin on images; forward, and steps
 of training with fused AdamW and dropout as configured. And torch's own `nn.TransformerEncoder` (`torch_encoder.py`).
 
 `stock` is transformers with attn_implementation="sdpa", padded; `saccade` the same batches with "saccade"; `saccade_unpadded` the real
@@ -28,7 +28,21 @@ import torch
 from encoder_attention import NOTHING, PACKED_PEER, peer_name, register_all
 from encoder_check import Variant, over_budget
 from encoder_text import drawn, passages, rows_of
-from encoders import BERT, CLIP, DINO, MINILM, SIGLIP, VIT, Architecture, Batch, Encoder, image_batch, text_batch, training_step
+from encoders import (
+    BERT,
+    CLIP,
+    DINO,
+    MINILM,
+    SIGLIP,
+    T5,
+    VIT,
+    Architecture,
+    Batch,
+    Encoder,
+    image_batch,
+    text_batch,
+    training_step,
+)
 from rows import Row, Writer
 from torch_encoder import NAME as TORCH_ENCODER
 from torch_encoder import measure_torch_encoder
@@ -90,6 +104,7 @@ def _cases() -> list[Case]:
         *(Case(MINILM, batch, "fwd", _CORPUS) for batch in (32, 256, 1024)),
         *(Case(model, batch, "fwd+bwd", _TRAINING) for model in (MINILM, BERT) for batch in (64, 256)),
         *(Case(BERT, batch, direction, length) for length in (128, 512) for batch in (32, 256) for direction in both),
+        *(Case(T5, 32, direction, 512) for direction in both),
         *(Case(VIT, batch, direction) for batch in (64, 256) for direction in both),
         *(Case(model, 64, "fwd+bwd") for model in (CLIP, SIGLIP, DINO)),
         *(Case(model, 256, "fwd", text, "cls_only") for model, text in ((BERT, 128), (VIT, ""))),
@@ -177,7 +192,7 @@ def _variants(case: Case, encoder: Encoder) -> tuple[dict[str, Variant], float |
         return {name: Variant(torch.compile(variant.encoder)) for name, variant in found.items()}, None  # type: ignore[arg-type]
     bare = encoder.under(NOTHING)
     found[NOTHING] = Variant(bare)
-    if case.architecture.is_text:
+    if case.architecture.packs:
         found |= {"saccade_unpadded": Variant(ours if case.direction == "fwd" else encoder.under("saccade"), True)}
         found[f"{NOTHING}_packed"] = Variant(bare if case.direction == "fwd" else encoder.under(NOTHING), True)
         if case.direction == "fwd" and (peer := peer_name(DEVICE)):

@@ -54,7 +54,7 @@ def test_every_model_on_a_cpu(table, load, monkeypatch, tmp_path, capsys):
     assert len(problems) == len(table.CASES)
     for problem, direction in problems:
         backends = {r["backend"] for r in rows if (r["problem"], r["direction"]) == (problem, direction)}
-        text = "mean=" in problem and "cls_only" not in problem
+        text = "mean=" in problem and "cls_only" not in problem and not problem.startswith("T5")
         more = {"saccade_unpadded"} if text else {"saccade_cls_only"} if "cls_only" in problem else set()
         assert backends == {"stock", "saccade", *more}, problem
     assert all(0 <= float(r["error_ratio"]) < 1 for r in rows if r["backend"] != "stock")

@@ -344,6 +344,9 @@ def test_auto_takes_what_torch_reads_again_for_each_row():
     assert SHARED_BIAS.prefers(described())
     assert SHARED_BIAS.prefers(described(rows=96, tokens=512))
     assert not SHARED_BIAS.prefers(described(tokens=128))
+    captured = {"host_counts": False, "python_counts": False, "key_mask": True}
+    assert SHARED_BIAS.prefers(replace(described(tokens=128), **captured))
+    assert not SHARED_BIAS.prefers(replace(described(tokens=64), **captured))
     assert not SHARED_BIAS.prefers(described(dtype=torch.float32))
     assert not SHARED_BIAS.prefers(replace(described(), device_type="cpu", arch=0))
     # of the table: an eager call with backward is slower than torch's at 256 tokens, its forward is not
