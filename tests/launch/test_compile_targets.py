@@ -155,7 +155,7 @@ def compile_all(arch: int) -> list[dict]:
             })  # fmt: skip
     return (
         rows + gather_rows(arch) + decode_rows(arch) + pruned_rows(arch) + ragged_rows(arch) + token_rows(arch) + offer_rows(arch)
-        + shared_bias_rows(arch)
+        + shared_bias_rows(arch) + behind_rows(arch)
     )  # fmt: skip
 
 
@@ -448,6 +448,18 @@ def offer_rows(arch: int) -> list[dict]:
     offers_triton.rank(scores, places.view(-1)[:1])
     offers_triton.copy((rows, rows, scores), places, (rows[0], rows[0], scores[0]))
     return [row for recorder in recorders for row in recorder.rows("selection", arch)]
+
+
+def behind_rows(arch: int) -> list[dict]:
+    """The kernel that clears what lies behind the last sequence."""
+    import torch
+
+    from saccade.exact.varlen import zeros
+    from saccade.exact.varlen.behind import zero_behind
+
+    recorder = Recorder(zeros, "zero_behind_kernel")
+    zero_behind(torch.empty(300, 12, 128, device="meta", dtype=torch.bfloat16), torch.empty(5, device="meta", dtype=torch.int32))
+    return list(recorder.rows("selection", arch))
 
 
 NEWEST = Path(sys.prefix) / "triton-newest"  # the release that the newest torch brings; scripts/setup.sh puts it there
