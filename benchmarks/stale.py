@@ -2,7 +2,8 @@
 
 A row names the commit at which it was measured. Kernels, and the code that shapes their launches, are compared as code: comments, docstrings, blank
 lines, imports, names that changed (`RENAMED`) and parameter lists of CUDA kernels in Python do not count: the kernel's source has its list. A file that was only moved has not changed, nor has one whose definitions
-came from other files of its wing. The host's part of a call is not compared, except for whole encoders.
+came from other files of its wing. Nor has one whose machine code is the same: `python -m tools.same_code` compares it and writes `same_code.csv`. The
+host's part of a call is not compared, except for whole encoders.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+SAME_CODE = HERE / "same_code.csv"  # file, code before and code now (`code_of`), of which the machine code is the same
 _SHORT, _LONG = "exact/short/*", "exact/long/*"
 _PACKED = ("exact/ragged/*", _LONG)  # packed sequences beyond a tile run on the kernels of `long`
 _NM = ("nm_sparse/fused/*", "nm_sparse/cuda/*", "nm_sparse/masked/*", "nm_sparse/backward_sm90/*", "nm_sparse/staged/*")
@@ -127,7 +129,34 @@ def _is_in(commit: str, name: str, blob: str) -> bool:
         return True
     same_name = {old for path, old in before.items() if path.startswith("src/") and Path(path).name == Path(name).name}
     definitions = _definitions(blob, name)
-    return any(_definitions(old, name) == definitions for old in same_name) or definitions <= _wing(commit, name)
+    if definitions <= _wing(commit, name):
+        return True
+    equal = _equal_codes(name, _digest(definitions))
+    return any(_digest(_definitions(old, name)) in equal for old in same_name)
+
+
+def code_of(text: str, name: str) -> str:
+    """A digest of the code of a file."""
+    return _digest(definitions_of(text, name))
+
+
+def _digest(definitions: frozenset[str]) -> str:
+    return hashlib.sha256("".join(sorted(definitions)).encode()).hexdigest()[:16]
+
+
+def _equal_codes(name: str, code: str) -> set[str]:
+    """This code of a file, and its older ones that have the same machine code, by any number of steps."""
+    found = {code}
+    for file, before, now in reversed(_same_code()):
+        if Path(file).name == Path(name).name and now in found:
+            found.add(before)
+    return found
+
+
+@cache
+def _same_code() -> list[tuple[str, str, str]]:
+    with SAME_CODE.open(newline="") as file:
+        return [(row["file"], row["before"], row["now"]) for row in csv.DictReader(file)]
 
 
 def _wing(commit: str, name: str) -> frozenset[str]:

@@ -82,6 +82,7 @@ def results(function, arguments):
     return [*outputs, *grads]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_one_graph_with_the_eager_result(name, training):

@@ -201,7 +201,7 @@ def test_dynamic_mask_attention(backend, value, where, deterministic):
     assert_same(ours, theirs, tolerance_of(value))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("value", VALUES[1:])
 @pytest.mark.parametrize("backend", ["decode", "gather", IN_CPP, "gather_torch", "reference"])
 def test_decoding(backend, value):

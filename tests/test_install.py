@@ -101,6 +101,7 @@ def test_the_demo_wants_what_other_extras_want():
     assert set(EXTRAS) > IN_DEMO
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [extra for extra in EXTRAS if extra not in IN_DEMO])
 def test_an_extra_resolves_beside_the_newest_torch(extra, torch_alone, tmp_path):

@@ -3,8 +3,10 @@ wheel."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
@@ -30,6 +32,19 @@ def resource_usage(cubin: bytes) -> dict[str, Usage]:
     """Kernel name -> its resources as reported by the assembler."""
     found = re.findall(r"Function ([^\s:]+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", _tool("cuobjdump", cubin, "-res-usage"))
     return {name: Usage(int(registers), int(stack), int(shared)) for name, registers, stack, shared in found}
+
+
+def instructions_of(cubin: bytes) -> str:
+    """A digest of the machine code of every kernel in a cubin, whose format is ELF: of the sections `.text.<kernel>`."""
+    start, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
+    headers = [struct.unpack_from("<II8x8xQQ", cubin, start + size * i) for i in range(count)]
+    found = []
+    for name, _, offset, length in headers:
+        at = headers[names][2] + name
+        label = cubin[at : cubin.index(b"\0", at)]
+        if label.startswith(b".text."):
+            found.append(label + b"\0" + cubin[offset : offset + length])
+    return hashlib.sha256(b"".join(sorted(found))).hexdigest()[:16]
 
 
 def issue_clocks(cubin: bytes, begin: str, end: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,18 @@ def launch(x, n):
     for other in (after.replace("(n, 1)", "(n, 2)"), after.replace("options(n), x", "options(1), x")):
         assert not stale.definitions_of(other, "a.py") <= stale.definitions_of(before, "a.py")
     assert stale.definitions_of("f(PARAMETERS)", "a.py") != stale.definitions_of("f()", "a.py")
+
+
+def test_the_same_machine_code_is_no_change(repository, tmp_path, monkeypatch):
+    """In as many steps as lines say, back from the code of today."""
+    name = "src/saccade/exact/short/cuda/forward.cu"
+    texts = ["int x;\n", "int y;\n", "int z;\n"]
+    codes = [stale.code_of(text, name) for text in texts]
+    monkeypatch.setattr(stale, "SAME_CODE", tmp_path / "same_code.csv")
+    lines = [f"{name},{before},{now}\n" for before, now in pairwise(codes)]
+    first, _, _ = (repository(name, text) for text in texts)
+    for known, is_stale in ((lines, False), (lines[:1], True), (lines[1:], True), ([], True)):
+        stale.SAME_CODE.write_text("".join(["file,before,now\n", *known]))
+        stale._same_code.cache_clear()
+        assert table(tmp_path, first).is_stale is is_stale
+    stale._same_code.cache_clear()

@@ -31,7 +31,7 @@ class VarlenContract:
         if dtype not in self.dtypes:
             pytest.skip(f"does not take {dtype}")
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(6)
     @pytest.mark.parametrize("dtype", DTYPES, ids=named)
     @pytest.mark.parametrize("case", VARLEN, ids=str)
     def test_budget(self, case: VarlenCase, dtype):

@@ -100,7 +100,7 @@ class TestReference(DynamicMaskContract):
     backend = "reference"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])
 @pytest.mark.parametrize("case", [c for c in CASES if c.head_dim == 16], ids=str)
 def test_triton_kernels_in_small_tiles(monkeypatch, case, deterministic):

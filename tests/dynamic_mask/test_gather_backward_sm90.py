@@ -148,7 +148,7 @@ def expected_products(head_dim, has_scores):
     return expected
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("has_scores", [True, False], ids=["bias", "ranking-only"])
 @pytest.mark.parametrize("head_dim", [64, 128])

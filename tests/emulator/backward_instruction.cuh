@@ -14,8 +14,6 @@ inline uint4 load_global(const Number* from, bool real) { return real ? *(const 
 inline float exp2_here(float x) { return exp2_fast(x); }
 
 template <int THREADS>
-void sync_threads(int barrier) { meet_named(barrier, THREADS, false); }
-template <int THREADS>
 int sync_threads_or(int barrier, bool x) { return meet_named(barrier, THREADS, x); }
 
 // the elected lane adds a row
@@ -28,7 +26,3 @@ inline void additions_commit() {}
 template <int GROUPS>
 void additions_wait() {}
 inline void additions_end() {}
-template <int COUNT>
-void give_registers() {}
-template <int COUNT>
-void take_registers() {}

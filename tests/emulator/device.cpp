@@ -152,12 +152,16 @@ void wait_for_copies(int left) {
 
 struct NamedState { int arrived = 0, generation = 0; bool any[2] = {}; };
 static NamedState named_barriers[16];
+void arrive_named(int number, int threads) {
+    NamedState& barrier = named_barriers[number];
+    if (++barrier.arrived == threads) barrier.any[~barrier.generation & 1] = false, barrier.arrived = 0, barrier.generation++;
+}
 bool meet_named(int number, int threads, bool x) {
     NamedState& barrier = named_barriers[number];
     const int generation = barrier.generation;
     barrier.any[generation & 1] |= x;
-    if (++barrier.arrived == threads) barrier.any[~generation & 1] = false, barrier.arrived = 0, barrier.generation++;
-    else wait_until([&barrier, generation] { return barrier.generation != generation; });
+    arrive_named(number, threads);
+    if (barrier.generation == generation) wait_until([&barrier, generation] { return barrier.generation != generation; });
     return barrier.any[generation & 1];
 }
 
@@ -190,6 +194,7 @@ static void run_block(int threads) {
     fibers.assign(threads, Fiber());
     std::fill_n(warps, threads / 32, Warp());
     block_arrived = 0;
+    std::fill_n(named_barriers, 16, NamedState());  // the last turn that is passed may find nobody who takes it
     block_any[0] = block_any[1] = false;
     while ((int)stacks.size() < threads) stacks.emplace_back(new char[STACK]);
     for (int i = 0; i < threads; i++) begin(fibers[i].context, stacks[i].get(), STACK, enter);

@@ -97,8 +97,9 @@ void copy_later(unsigned target, const void* source, bool valid);
 void commit_copies();
 void wait_for_copies(int groups);
 
-// A barrier of some of a block's threads, by its number: any(x) of them.
+// A barrier of some of a block's threads, by its number: any(x) of them. `arrive_named` counts a thread and lets it go on.
 bool meet_named(int number, int threads, bool x);
+void arrive_named(int number, int threads);
 
 template <class T>
 T& at_shared(unsigned address) {

@@ -2,7 +2,6 @@
 #pragma once
 #include "numbers.cuh"
 
-inline void sync_threads(int barrier, int threads) { meet_named(barrier, threads, false); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline void store_16(u32 to, int x, int y, int z, int w) { at_shared<uint4>(to) = {unsigned(x), unsigned(y), unsigned(z), unsigned(w)}; }
 inline void store_4(u32 to, float x) { at_shared<float>(to) = x; }
@@ -12,7 +11,3 @@ inline float4 load_floats(u32 from) { return at_shared<float4>(from); }
 inline u64 keep_in_cache() { return 0; }
 inline float4 load_kept(const float4* from, u64) { return *from; }
 inline void store_kept(float4* to, float4 x, u64) { *to = x; }
-template <int COUNT>
-void take_registers() {}
-template <int COUNT>
-void leave_registers() {}

@@ -45,7 +45,7 @@ def computed(run, one, lengths):
     return run(arguments, Borders(ends, max(lengths)))
 
 
-@pytest.mark.sampled(4)  # each compiles for some ten seconds
+@pytest.mark.sampled(8)  # each compiles for some ten seconds
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_at_any_number_of_tokens(name):
     one = fused(name)

@@ -89,7 +89,7 @@ def results(call, arguments, grad=False):
     return [x.detach() for x in outputs]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dynamic_shapes", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", COMPILED)
 def test_one_graph(name, dynamic_shapes):

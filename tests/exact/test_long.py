@@ -215,7 +215,7 @@ def test_features_give_the_same_bits_every_time(dim, feature):
 # --- without a GPU
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("packed", "causal", "bf16"), [(0, 0, 1), (1, 2, 0)], ids=["dense", "packed"])
 @pytest.mark.parametrize(
     "features", [f for n in range(4) for f in itertools.combinations(("grouped", "mask", "dropout"), n)], ids="-".join

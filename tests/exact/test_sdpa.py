@@ -399,6 +399,7 @@ def _gradients(function, tensors, dtype, options):
     return [x.double() for x in torch.autograd.grad(out, leaves, weights.to(out.dtype))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("backend", ["auto", "short", "ragged", "long", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -46,6 +46,7 @@ def results(backend, tensors, ends, longest, **options):
     return out, lse, *gradients
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.3}, {"is_causal": True, "dropout_p": 0.3}], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda x: "-".join(map(str, x[:5])))
 def test_as_the_reference(lengths, options, chosen):

@@ -110,7 +110,7 @@ def deterministic(wanted: bool = True):
 # --- on a CPU
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @needs_emulator
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_emulated(emulated, case):
@@ -195,7 +195,7 @@ def test_far_scores(case):
     check_far_scores(case, "cuda", lambda case, inputs: differentiate(public_call(case, "volta", True), inputs, 0, True))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @needs_emulator
 @pytest.mark.parametrize("features", FAR_FEATURES)
 @pytest.mark.parametrize("value", [-3e38, 1e9])
@@ -246,7 +246,7 @@ HALF_SUMS = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @needs_emulator
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in HALF_SUMS], ids=str)
 def test_emulated_float16_sums(emulated, case):
@@ -618,7 +618,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "features"), [*((70, name) for name in FEATURES), (75, "plain"), (75, "all"), (75, "bias")], ids=str
@@ -635,7 +635,7 @@ def test_binaries_use_the_tensor_cores_and_spill_nothing(arch, dim, features):
         inspect(call, arch, 4 if call.kernel == "volta_delta" else tile.blocks)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [8, 40, 72, 96, 120])
 def test_binaries_of_other_head_dims_spill_nothing(dim):

@@ -80,6 +80,7 @@ def calls(monkeypatch):
     return seen
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.slow
 # some models of transformers leave weights as they were allocated
 @pytest.mark.unpoisoned

@@ -26,7 +26,7 @@ def usage_of(source, options, architecture: str) -> Usage:
     return usage
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @TARGETS
 @pytest.mark.parametrize(("causal", "dtype", "has_dlse"), [(FULL, torch.bfloat16, False), (BOTTOM_RIGHT, torch.float16, True)])
 @pytest.mark.parametrize("key", sm80.CONFIGS, ids=str)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from parameter_lists import listed
 
 import saccade
 from saccade.errors import InvalidArgument
@@ -16,7 +17,7 @@ from saccade.exact.ragged import sm80
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.launch import cuda
 from saccade.launch.cuda import HEADERS, CudaLaunch, addresses, check_pointers, run, strides
-from saccade.nvrtc import Options, Parameters, Source, parameters_of
+from saccade.nvrtc import Options, Source, parameters_of
 
 ROOT = Path(saccade.__file__).parent
 SCALE = """
@@ -182,6 +183,6 @@ def test_tensors_out_of_place_are_refused(launched, call_of):
     ):
         run(call_of, (x, None, out), (True,), lambda device: device.type)
     assert not launched
-    call = SimpleNamespace(kernel="scale", parameters=Parameters(pointer="x"), arguments={"x": x})
+    call = SimpleNamespace(kernel="scale", parameters=listed("pointer x"), arguments={"x": x})
     with pytest.raises(InvalidArgument, match="2 tensors are given for the pointers x of scale; out of place are none"):
         check_pointers(call, (x, out))

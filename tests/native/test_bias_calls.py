@@ -41,6 +41,7 @@ def named(launch, tensors):
 
 
 # of one shape for all, for each head, for each batch row and head (whose gradient needs no sum), a row for all queries
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "shape", [(LENGTH, LENGTH), (1, HEADS, LENGTH, LENGTH), (BATCH, HEADS, LENGTH, LENGTH), (HEADS, 1, LENGTH)]
 )

@@ -65,6 +65,7 @@ def assert_pipelined(built, code: str, head_dim: int, columns: int) -> None:
     assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tuned_binaries(head_dim, is_causal):
@@ -81,7 +82,7 @@ def writes_of(options):
     return build(one_pass.WRITE_DQ, "90a", options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("ordered", "dtype"),
     [(True, torch.bfloat16), (True, torch.float16), (False, torch.bfloat16)],
@@ -143,6 +144,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_other_binaries(head_dim, feature):
@@ -156,7 +158,7 @@ def test_other_binaries(head_dim, feature):
 BIAS_SPILL = {"plain": {2: 0, 4: 8}, "dropout": {2: 40, 4: 56}, "blocks": {2: 56, 4: 64}}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("feature", BIAS_SPILL)
 @pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 128])

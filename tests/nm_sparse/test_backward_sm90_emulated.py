@@ -3,7 +3,6 @@ that the emulator does not have are replaced by C++ here; pair masks have a test
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -50,10 +49,10 @@ def replaced(text: str, begin: str, end: str, instead: str) -> str:
 
 @cache
 def folder() -> Path:
-    """The kernels with instructions of the emulator; warpgroups take turns in any order."""
+    """The kernels with instructions of the emulator; a release waits for the warpgroup."""
     made, cuda = Path(mkdtemp(prefix="saccade-backward-")), backward_sm90.DQ.path.parent
     for name in ("backward.cuh", "tiles.cuh", "backward_dq_sm90.cu", "backward_dkv_sm90.cu"):
-        text = re.sub(r"asm volatile\(\"setmaxnreg.*\n", "\n", (cuda / name).read_text())
+        text = (cuda / name).read_text()
         if name == "backward.cuh":
             text = replaced(text, "__device__ __forceinline__ void store_shared(u32 address, u32 value)", "// 16 ones", SHARED)
             text = replaced(
@@ -62,8 +61,6 @@ def folder() -> Path:
         release = "void release(const Shared& shared, int stage) {\n"
         assert text.count(release) == (name == "tiles.cuh")
         text = text.replace(release, release + TOGETHER)
-        if name == "backward_dq_sm90.cu":
-            text = re.sub(r"(void (?:take|pass)_turn\(int warpgroup\) \{\n)#if TURNS\n.*?#endif\n", r"\1", text, flags=re.DOTALL)
         assert "asm" not in text, name
         (made / name).write_text(text)
     return made

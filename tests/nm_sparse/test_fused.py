@@ -14,6 +14,7 @@ import pytest
 import torch
 from contracts.nm_sparse import BIASES, QUERY_MASKS, NMSparseContract, check_bias, check_query_mask, problem_of
 from contracts.opt_outs import opted_out
+from parameter_lists import listed
 
 import saccade
 from saccade.engine.dispatch import choose
@@ -29,7 +30,7 @@ from saccade.nm_sparse.query_bits import is_by_query
 from saccade.nm_sparse.testing.cases import NM_SPARSE
 from saccade.nm_sparse.testing.check import check_nm_sparse, judge_selection, public_call, selection_of
 from saccade.nm_sparse.testing.inputs import make_nm_sparse
-from saccade.nvrtc import Parameters, build, obstacles
+from saccade.nvrtc import build, obstacles
 from saccade.operations import find
 from saccade.testing.baseline import differentiate, oracle_of
 from saccade.testing.judge import report
@@ -132,7 +133,7 @@ def assert_pipelined(built, code: str, overlap: bool, least: int = 16) -> None:
     assert waits <= (10 if overlap else 4)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("stores", [False, True], ids=["plain", "stores"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("pattern", ["2:4", "1:2"])
@@ -197,7 +198,7 @@ def test_other_binaries_of_sm_90a(feature):
     assert_pipelined(built, code, config.overlap)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize("pattern", ["2:4", "1:2"])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -230,7 +231,7 @@ BLOCKED = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("stores", [False, True], ids=["plain", "stores"])
 @pytest.mark.parametrize("feature", BLOCKED)
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
@@ -364,7 +365,7 @@ BIASED = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("feature", BIASED)
 @pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -745,7 +746,7 @@ def test_first_blocks_come_first(tmp_path):
         emulator.run(
             SimpleNamespace(
                 source=SimpleNamespace(path=tmp_path / "order.cu"), kernel="order", options=SimpleNamespace(defines=()),
-                grid=(problems * blocks, 1), threads=32, parameters=Parameters(pointer="problem block", int32="problems blocks early"),
+                grid=(problems * blocks, 1), threads=32, parameters=listed("pointer problem, pointer block, int32 problems, int32 blocks, int32 early"),
                 arguments={"problem": problem, "block": block, "problems": problems, "blocks": blocks, "early": early},
             )
         )  # fmt: skip

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import emulator
 import pytest
 import torch
+from parameter_lists import listed
 
 from saccade.nm_sparse.fused import config as fused_config
 from saccade.nm_sparse.fused import launchers as fused
-from saccade.nvrtc import Parameters
 
 FOLDER = fused.SM80.path.parent
 TEXT = (FOLDER / "selection.cuh").read_text()
@@ -132,7 +132,7 @@ def test_metadata_of_two_times_16_rows(tmp_path, selection):
     emulator.run(
         SimpleNamespace(
             source=SimpleNamespace(path=tmp_path / "share.cu"), kernel="share", options=SimpleNamespace(defines=defines), grid=(1, 1),
-            threads=32, parameters=Parameters(pointer="codes metadata bits"),
+            threads=32, parameters=listed("pointer codes, pointer metadata, pointer bits"),
             arguments={"codes": codes, "metadata": metadata, "bits": bits},
         )
     )  # fmt: skip

@@ -300,7 +300,7 @@ def binaries(arch: int, dtype: torch.dtype, pattern: str, dim: int, is_causal: b
     yield launchers.matmul_call(values, metadata, query, query, is_causal, limits)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("dtype", "pattern"), [(BF16, "2:4"), (FP16, "1:2"), (FP32, "1:2")])

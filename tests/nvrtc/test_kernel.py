@@ -9,20 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from parameter_lists import listed
 
 from saccade.errors import InvalidArgument, SaccadeError
-from saccade.nvrtc import Kernel, Options, Parameters, Source, kernel, load
+from saccade.nvrtc import Kernel, Options, Source, kernel, load
 from saccade.nvrtc.arguments import KINDS, check_sizes
 
 pytest.importorskip("cuda.core")
 
-POINTER_AND_NUMBER = Parameters(pointer="out", int32="n")
-BEHIND = Parameters(pointer="x", tensor_map="a", int32="n")  # a map behind a pointer
-TWO_POINTERS = Parameters(pointer="x y", int32="n")
+POINTER_AND_NUMBER = listed("pointer out, int32 n")
+BEHIND = listed("pointer x, tensor_map a, int32 n")  # a map behind a pointer
+TWO_POINTERS = listed("pointer x, pointer y, int32 n")
 
 
 def convert(kind, value):
-    (converter,) = Parameters(**{kind: "x"}).converters
+    (converter,) = listed(f"{kind} x").converters
     return converter(value)
 
 
@@ -48,27 +49,16 @@ def test_what_does_not_fit_is_refused_rather_than_wrapped(kind, value):
 
 def test_an_unknown_argument_type_is_refused():
     with pytest.raises(InvalidArgument, match="argument type is 'half'; allowed are pointer, int32"):
-        Parameters(half="x")
+        listed("half x")
 
 
 def test_a_name_stands_for_one_parameter():
     with pytest.raises(InvalidArgument, match="a parameter list names x, n twice"):
-        Parameters(pointer="x y x", int32="n", int64="n")
-    with pytest.raises(InvalidArgument, match="a parameter list names n twice"):
-        Parameters(pointer="x", int32="n") + Parameters(int64="n")
-
-
-def test_lists_are_equal_by_names_types_and_order():
-    whole = Parameters(int32="n", pointer="x y", float32="scale")
-    parts = Parameters(int32="n") + Parameters(pointer="x y") + Parameters(float32="scale")
-    assert (whole, hash(whole)) == (parts, hash(parts))
-    assert list(whole.kinds.items()) == [("n", "int32"), ("x", "pointer"), ("y", "pointer"), ("scale", "float32")]
-    for other in (Parameters(int32="n", pointer="y x", float32="scale"), Parameters(pointer="x y", int32="n", float32="scale")):
-        assert whole != other
+        listed("pointer x, pointer y, pointer x, int32 n, int64 n")
 
 
 def test_arguments_take_their_places_by_name():
-    parameters = Parameters(pointer="x y", int32="n", float32="scale")
+    parameters = listed("pointer x, pointer y, int32 n, float32 scale")
     assert parameters.in_order("k", {"scale": 4, "y": 2, "n": 3, "x": 1}) == [1, 2, 3, 4]
     assert parameters.in_order("k", {"scale": 4, "n": 3}, without=("x", "y")) == [3, 4]
     wrong = {
@@ -91,7 +81,7 @@ def test_declared_arguments_are_held_against_the_binary():
 
 def test_memory_holds_each_argument_at_its_offset():
     """Decoded one by one; the map between them takes no memory here."""
-    parameters = Parameters(pointer="x", int32="n", tensor_map="a", uint64="seed", float32="scale", int64="stride")
+    parameters = listed("pointer x, int32 n, tensor_map a, uint64 seed, float32 scale, int64 stride")
     memory = (ctypes.c_char * parameters.size)()
     parameters.write(memory, (1 << 40, -7, 1 << 63, 1.5, -(1 << 40)))
     first = ctypes.addressof(memory)
@@ -174,7 +164,7 @@ def test_an_old_driver_cannot_tell_sizes(driver):
         def arguments_info(self):
             raise NotImplementedError("cuKernelGetParamInfo")
 
-    assert Kernel(Untold(), "fill", Parameters(pointer="out"), 0)
+    assert Kernel(Untold(), "fill", listed("pointer out"), 0)
 
 
 def test_more_shared_memory_is_asked_for_once(driver, monkeypatch):
@@ -188,7 +178,7 @@ def test_more_shared_memory_is_asked_for_once(driver, monkeypatch):
         return (binding.CUresult.CUDA_SUCCESS if good else binding.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
     monkeypatch.setattr(binding, "cuKernelSetAttribute", allow)
-    fill = Kernel(native(), "fill", Parameters(), 0)
+    fill = Kernel(native(), "fill", listed(""), 0)
     for wanted in (16 * 1024, 96 * 1024, 64 * 1024):
         fill.configure(1, 32, wanted)
     assert asked == [("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", 96 * 1024, 7, 0)]
@@ -389,8 +379,8 @@ def test_a_launch_of_maps_by_name(driver, monkeypatch):
         return (binding.CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
-    listed = Parameters(tensor_map="a", pointer="x") + Parameters(tensor_map="b") + Parameters(int32="n")
-    launch = Kernel(native(MAP_BYTES, 8, MAP_BYTES, 4), "copy", listed, 0).configure(4, 128)
+    apart = listed("tensor_map a, pointer x, tensor_map b, int32 n")
+    launch = Kernel(native(MAP_BYTES, 8, MAP_BYTES, 4), "copy", apart, 0).configure(4, 128)
     first, second = (TensorMap(bytes([i]) * MAP_BYTES) for i in (1, 2))
     launch(n=5, b=second, x=4096, a=first)
     launch(n=6, a=second, x=8192, b=first)
@@ -413,7 +403,7 @@ def test_a_bound_launch_of_maps(driver, monkeypatch):
         return (binding.CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
-    kernel = Kernel(native(MAP_BYTES, MAP_BYTES, 8, 4), "copy", Parameters(tensor_map="a b", pointer="x", int32="n"), 0)
+    kernel = Kernel(native(MAP_BYTES, MAP_BYTES, 8, 4), "copy", listed("tensor_map a, tensor_map b, pointer x, int32 n"), 0)
     bound = kernel.configure(4, 128).bind({"n": 5})
     first, second = (TensorMap(bytes([i]) * MAP_BYTES) for i in (1, 2))
     bound(4096, maps=(first, second))
@@ -427,7 +417,7 @@ def test_a_bound_launch_of_maps(driver, monkeypatch):
     # a map behind a pointer is bound, or has no place
     with pytest.raises(InvalidArgument, match="kernel copy lacks a; it takes a, n"):
         Kernel(native(8, MAP_BYTES, 4), "copy", BEHIND, 0).configure(4, 128).bind({"n": 5})
-    apart = Parameters(pointer="x", int32="n") + Parameters(pointer="y")
+    apart = listed("pointer x, int32 n, pointer y")
     with pytest.raises(
         InvalidArgument, match="kernel copy takes pointer x, int32 n, pointer y; to bind numbers, all pointers must"
     ):

@@ -63,7 +63,7 @@ prepare._MAX_PREPARED, LaunchCache.limit = 32, 32
 dispatch._warn_reference = functools.lru_cache(maxsize=32)(dispatch._warn_reference.__wrapped__)
 logging.disable(logging.WARNING)
 torch.set_num_threads(1)
-watched = leaks.watch(4000, torch.device("cpu"))
+watched = leaks.watch(2000, torch.device("cpu"))
 print(json.dumps({"faults": watched.faults(), **vars(watched)}))
 """
 

@@ -40,6 +40,7 @@ FAMILIES = {
         ("exact/test_long.py", "exact/test_long_emulated.py", _BINARIES), (("attention", "long", 128, 12, 197, 197, 64),)
     ),
     "exact/shared_bias": Family(("exact/test_shared_bias.py",), ()),
+    "exact/varlen": Family(("exact/test_varlen.py",), (("attention_varlen", "flash", 64, 12, 700, 700, 64),)),
     "exact/volta": Family(("exact/test_volta.py",), (("attention", "volta", 4, 16, 1024, 1024, 64),), together=True),
     "dynamic_mask": Family(("dynamic_mask/test_*.py",), (_GATHERED,)),
     "dynamic_mask/gather": Family(("dynamic_mask/test_gather*.py",), (_GATHERED,)),

@@ -88,7 +88,7 @@ def _record(log: Path, kernel: Path, together: bool) -> None:
         def compile(self, flags: Sequence[str]) -> bool:
             done = super().compile(flags)
             usage = resource_usage(self.cubin()) if done else {}
-            row = {"source": self._source, "arch": _architecture(flags), "usage": usage}
+            row = {"source": self._source, "arch": _architecture(flags), "usage": usage, "flags": list(flags)}
             with open(log, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             return done

@@ -48,30 +48,16 @@ KINDS = {
 
 
 class Parameters:
-    """The parameter list of a kernel, names by their types in the order of the list:
+    """The parameter list of a kernel, made of (name, type) in its order.
 
-        Parameters(pointer="query key out", int64="query_batch query_head", int32="q_len kv_len", float32="scale")
-
-    Lists that return to a type, or that end differently where a macro says so, are sums: `Parameters(...) + Parameters(...)`.
-
-    kinds: name -> type, in order. pointers, maps: the names of these types, in order. offsets: the place of each parameter but maps (None)
+    kinds: name -> type. pointers, maps: the names of these types, in order. offsets: the place of each parameter but maps (None)
         in memory of `size` bytes, which `write` fills; each is aligned to its size.
 
     Raises:
         InvalidArgument: a type is unknown, or a name is given twice.
     """
 
-    def __init__(self, **names: str):
-        self._take([(name, kind) for kind, of_kind in names.items() for name in of_kind.split()])
-
-    @classmethod
-    def of(cls, pairs: list[tuple[str, str]]) -> Parameters:
-        """The list of these (name, type)."""
-        made = cls()
-        made._take(pairs)
-        return made
-
-    def _take(self, pairs: list[tuple[str, str]]) -> None:
+    def __init__(self, pairs: Sequence[tuple[str, str]]):
         for _, kind in pairs:
             if kind not in KINDS:
                 raise InvalidArgument(f"argument type is {kind!r}; allowed are {', '.join(KINDS)}")
@@ -89,19 +75,9 @@ class Parameters:
         self._packed = struct.Struct("@" + "".join(codes))
         self._plain = [KINDS[kind].convert for kind in self.kinds.values() if kind != "tensor_map"]
         self.size = self._packed.size
-        self._hash = hash(tuple(pairs))  # a launch looks its kernel up by the list
 
     def _of(self, wanted: str) -> tuple[str, ...]:
         return tuple(name for name, kind in self.kinds.items() if kind == wanted)
-
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters.of([*self.kinds.items(), *other.kinds.items()])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Parameters) and list(self.kinds.items()) == list(other.kinds.items())
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def __repr__(self) -> str:
         return ", ".join(f"{kind} {name}" for name, kind in self.kinds.items())

@@ -43,7 +43,7 @@ def parameters_of(source: Source, kernel: str, options: Options) -> Parameters:
 
 @functools.cache
 def _parameters(source: Source, kernel: str, macros: frozenset[str]) -> Parameters:
-    return Parameters.of([(one.name, one.kind) for one in _declared(source, kernel) if not one.macro or one.macro in macros])
+    return Parameters([(one.name, one.kind) for one in _declared(source, kernel) if not one.macro or one.macro in macros])
 
 
 @functools.cache

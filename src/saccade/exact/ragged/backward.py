@@ -66,14 +66,14 @@ def _whole_sequence(
     dquery_strides, dkey_strides, dvalue_strides = written
     s, owner, q_first, q_len, k_first, k_len = where
     lines = tl.arange(0, TILE)
-    k = load_rows(key, key_strides, ROWS[1], s, k_first, owner, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
-    v = load_rows(value, value_strides, ROWS[2], s, k_first, owner, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+    k = load_rows(key, key_strides, ROWS[1], (s, k_first, owner), 0, (k_len, head_dim), TILE, BLOCK_D, MASK_D)
+    v = load_rows(value, value_strides, ROWS[2], (s, k_first, owner), 0, (k_len, head_dim), TILE, BLOCK_D, MASK_D)
     dk = tl.zeros((TILE, BLOCK_D), tl.float32)
     dv = tl.zeros((TILE, BLOCK_D), tl.float32)
     for member in tl.static_range(GROUP):
         h = owner * GROUP + member
-        q = load_rows(query, query_strides, ROWS[0], s, q_first, h, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
-        do = load_rows(dout, dout_strides, ROWS[3], s, q_first, h, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+        q = load_rows(query, query_strides, ROWS[0], (s, q_first, h), 0, (q_len, head_dim), TILE, BLOCK_D, MASK_D)
+        do = load_rows(dout, dout_strides, ROWS[3], (s, q_first, h), 0, (q_len, head_dim), TILE, BLOCK_D, MASK_D)
         log_sum = tl.load(lse_of(lse, (0, lse_stride), s, q_first, h) + lines, mask=lines < q_len, other=float("-inf"))
         # a query that sees no key, or is none: weights of 0, not NaN
         shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2E)
@@ -109,9 +109,9 @@ def _whole_sequence(
         # dK = scale dS^T Q, dQ = scale dS K
         dk = tl.dot(rounded, q, dk, input_precision=PRECISION)
         dq = tl.dot(tl.trans(rounded), k, input_precision=PRECISION) * scale
-        store_rows(dquery, dquery_strides, ROWS[4], s, q_first, h, dq, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
-    store_rows(dvalue, dvalue_strides, ROWS[6], s, k_first, owner, dv, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
-    store_rows(dkey, dkey_strides, ROWS[5], s, k_first, owner, dk * scale, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+        store_rows(dquery, dquery_strides, ROWS[4], (s, q_first, h), dq, 0, (q_len, head_dim), TILE, BLOCK_D, MASK_D)
+    store_rows(dvalue, dvalue_strides, ROWS[6], (s, k_first, owner), dv, 0, (k_len, head_dim), TILE, BLOCK_D, MASK_D)
+    store_rows(dkey, dkey_strides, ROWS[5], (s, k_first, owner), dk * scale, 0, (k_len, head_dim), TILE, BLOCK_D, MASK_D)
     return bias_sum
 
 
@@ -180,8 +180,8 @@ def delta_kernel(
         q_first, q_len = rows_of(cu_q, s, total_q, max_q, DENSE, True)
         if first < q_len:
             lines = first + tl.arange(0, TILE)
-            o = load_rows(out, out_strides, ROWS[1], s, q_first, h, first, q_len, head_dim, TILE, BLOCK_D, MASK_D)
-            do = load_rows(dout, dout_strides, ROWS[0], s, q_first, h, first, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+            o = load_rows(out, out_strides, ROWS[1], (s, q_first, h), first, (q_len, head_dim), TILE, BLOCK_D, MASK_D)
+            do = load_rows(dout, dout_strides, ROWS[0], (s, q_first, h), first, (q_len, head_dim), TILE, BLOCK_D, MASK_D)
             rows = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
             strides = (lse_batch_stride, lse_stride)
             if HAS_DLSE:
@@ -262,8 +262,8 @@ def backward_keys_kernel(
         if first < limit:
             q_first, q_len = rows_of(cu_q, s, total_q, max_q, DENSE, True)
             reach = (k_len - q_len) if CAUSAL == BOTTOM_RIGHT else 0
-            k = load_rows(key, key_strides, ROWS[1], s, k_first, owner, first, k_len, head_dim, TILE_K, BLOCK_D, MASK_D)
-            v = load_rows(value, value_strides, ROWS[2], s, k_first, owner, first, k_len, head_dim, TILE_K, BLOCK_D, MASK_D)
+            k = load_rows(key, key_strides, ROWS[1], (s, k_first, owner), first, (k_len, head_dim), TILE_K, BLOCK_D, MASK_D)
+            v = load_rows(value, value_strides, ROWS[2], (s, k_first, owner), first, (k_len, head_dim), TILE_K, BLOCK_D, MASK_D)
             dk = tl.zeros((TILE_K, BLOCK_D), tl.float32)
             dv = tl.zeros((TILE_K, BLOCK_D), tl.float32)
             # the first query that sees the first key of the tile
@@ -272,8 +272,12 @@ def backward_keys_kernel(
             for member in range(GROUP):
                 h = owner * GROUP + member
                 for start in tl.range(begin, q_len, TILE_Q, num_stages=STAGES):
-                    q = load_rows(query, query_strides, ROWS[0], s, q_first, h, start, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
-                    do = load_rows(dout, dout_strides, ROWS[3], s, q_first, h, start, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
+                    q = load_rows(
+                        query, query_strides, ROWS[0], (s, q_first, h), start, (q_len, head_dim), TILE_Q, BLOCK_D, MASK_D
+                    )
+                    do = load_rows(
+                        dout, dout_strides, ROWS[3], (s, q_first, h), start, (q_len, head_dim), TILE_Q, BLOCK_D, MASK_D
+                    )
                     dropped, dscores = pair_gradients(
                         q, k, v, do, lse, inverse, delta, (lse_batch_stride, lse_stride), seed, (mask, bias), beside_strides, s, h, s * heads + h,
                         q_first, q_len, k_len, reach, max_k, start, first, factor, windows, dropout_p, TILE_Q, TILE_K, CAUSAL, HAS_MASK,
@@ -282,9 +286,11 @@ def backward_keys_kernel(
                     # dV += P^T dO, dK += dS^T Q
                     dv = tl.dot(dropped, do, dv, input_precision=PRECISION)
                     dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
-            store_rows(dvalue, dvalue_strides, ROWS[6], s, k_first, owner, dv, first, limit, head_dim, TILE_K, BLOCK_D, MASK_D)
             store_rows(
-                dkey, dkey_strides, ROWS[5], s, k_first, owner, dk * scale, first, limit, head_dim, TILE_K, BLOCK_D, MASK_D
+                dvalue, dvalue_strides, ROWS[6], (s, k_first, owner), dv, first, (limit, head_dim), TILE_K, BLOCK_D, MASK_D
+            )
+            store_rows(
+                dkey, dkey_strides, ROWS[5], (s, k_first, owner), dk * scale, first, (limit, head_dim), TILE_K, BLOCK_D, MASK_D
             )
 
 
@@ -315,14 +321,16 @@ def backward_queries_kernel(
         if first < q_len:
             k_first, k_len = rows_of(cu_k, s, total_k, max_k, DENSE, False)
             reach = (k_len - q_len) if CAUSAL == BOTTOM_RIGHT else 0
-            q = load_rows(query, query_strides, ROWS[0], s, q_first, h, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
-            do = load_rows(dout, dout_strides, ROWS[3], s, q_first, h, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
+            q = load_rows(query, query_strides, ROWS[0], (s, q_first, h), first, (q_len, head_dim), TILE_Q, BLOCK_D, MASK_D)
+            do = load_rows(dout, dout_strides, ROWS[3], (s, q_first, h), first, (q_len, head_dim), TILE_Q, BLOCK_D, MASK_D)
             dq = tl.zeros((TILE_Q, BLOCK_D), tl.float32)
             end = tl.maximum(tl.minimum(k_len, first + TILE_Q + reach), 0) if CAUSAL != FULL else k_len
             for start in tl.range(0, end, TILE_K, num_stages=STAGES):
-                k = load_rows(key, key_strides, ROWS[1], s, k_first, h // GROUP, start, k_len, head_dim, TILE_K, BLOCK_D, MASK_D)
+                k = load_rows(
+                    key, key_strides, ROWS[1], (s, k_first, h // GROUP), start, (k_len, head_dim), TILE_K, BLOCK_D, MASK_D
+                )
                 v = load_rows(
-                    value, value_strides, ROWS[2], s, k_first, h // GROUP, start, k_len, head_dim, TILE_K, BLOCK_D, MASK_D
+                    value, value_strides, ROWS[2], (s, k_first, h // GROUP), start, (k_len, head_dim), TILE_K, BLOCK_D, MASK_D
                 )
                 _, dscores = pair_gradients(
                     q, k, v, do, lse, inverse, delta, (lse_batch_stride, lse_stride), seed, (mask, bias), beside_strides, s, h, s * heads + h,
@@ -332,5 +340,5 @@ def backward_queries_kernel(
                 # dQ += dS K
                 dq = tl.dot(tl.trans(dscores.to(q.dtype)), k, dq, input_precision=PRECISION)
             store_rows(
-                dquery, dquery_strides, ROWS[4], s, q_first, h, dq * scale, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D
+                dquery, dquery_strides, ROWS[4], (s, q_first, h), dq * scale, first, (q_len, head_dim), TILE_Q, BLOCK_D, MASK_D
             )

@@ -35,12 +35,14 @@ def weights_kernel(
         if first < q_len:
             k_first, k_len = rows_of(cu_k, s, total_k, max_k, DENSE, False)
             reach = (k_len - q_len) if CAUSAL == BOTTOM_RIGHT else 0
-            q = load_rows(query, query_strides, ROWS[0], s, q_first, h, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
+            q = load_rows(query, query_strides, ROWS[0], (s, q_first, h), first, (q_len, head_dim), TILE_Q, BLOCK_D, MASK_D)
             largest = tl.full((TILE_Q,), float("-inf"), tl.float32)
             total = tl.zeros((TILE_Q,), tl.float32)
             _, end = keys_of(first, k_len, reach, TILE_Q, TILE_K, CAUSAL)
             for start in tl.range(0, end, TILE_K):
-                k = load_rows(key, key_strides, ROWS[1], s, k_first, h // GROUP, start, k_len, head_dim, TILE_K, BLOCK_D, MASK_D)
+                k = load_rows(
+                    key, key_strides, ROWS[1], (s, k_first, h // GROUP), start, (k_len, head_dim), TILE_K, BLOCK_D, MASK_D
+                )
                 scores = masked_scores(
                     q, k, (mask, bias), beside_strides, s, h, first, start, q_len, k_len, reach, scale, windows, TILE_Q, TILE_K, True, CAUSAL,
                     HAS_MASK, True, WIDE, PRECISION,
@@ -85,13 +87,25 @@ def backward_bias_kernel(
             if inside:
                 for head in tl.range(owner, heads, owners):
                     h = owner * 0 + head
-                    q = load_rows(query, query_strides, ROWS[0], s, q_first, h, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
-                    do = load_rows(dout, dout_strides, ROWS[3], s, q_first, h, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
+                    q = load_rows(
+                        query, query_strides, ROWS[0], (s, q_first, h), first, (q_len, head_dim), TILE_Q, BLOCK_D, MASK_D
+                    )
+                    do = load_rows(
+                        dout, dout_strides, ROWS[3], (s, q_first, h), first, (q_len, head_dim), TILE_Q, BLOCK_D, MASK_D
+                    )
                     k = load_rows(
-                        key, key_strides, ROWS[1], s, k_first, h // GROUP, first_key, k_len, head_dim, TILE_K, BLOCK_D, MASK_D
+                        key, key_strides, ROWS[1], (s, k_first, h // GROUP), first_key, (k_len, head_dim), TILE_K, BLOCK_D, MASK_D
                     )
                     v = load_rows(
-                        value, value_strides, ROWS[2], s, k_first, h // GROUP, first_key, k_len, head_dim, TILE_K, BLOCK_D, MASK_D
+                        value,
+                        value_strides,
+                        ROWS[2],
+                        (s, k_first, h // GROUP),
+                        first_key,
+                        (k_len, head_dim),
+                        TILE_K,
+                        BLOCK_D,
+                        MASK_D,
                     )
                     _, dscores = pair_gradients(
                         q, k, v, do, row_max, inverse, delta, (lse_batch_stride, lse_stride), seed, (mask, bias), beside_strides, s, h,

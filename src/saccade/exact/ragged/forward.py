@@ -43,9 +43,9 @@ def _whole_sequence(
     query_strides, key_strides, value_strides, out_strides, bias_strides, lse_stride = strides
     s, h, q_first, q_len, k_first, k_len = where
     lines = tl.arange(0, TILE)
-    q = load_rows(query, query_strides, ROWS[0], s, q_first, h, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
-    k = load_rows(key, key_strides, ROWS[1], s, k_first, h // GROUP, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
-    v = load_rows(value, value_strides, ROWS[2], s, k_first, h // GROUP, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+    q = load_rows(query, query_strides, ROWS[0], (s, q_first, h), 0, (q_len, head_dim), TILE, BLOCK_D, MASK_D)
+    k = load_rows(key, key_strides, ROWS[1], (s, k_first, h // GROUP), 0, (k_len, head_dim), TILE, BLOCK_D, MASK_D)
+    v = load_rows(value, value_strides, ROWS[2], (s, k_first, h // GROUP), 0, (k_len, head_dim), TILE, BLOCK_D, MASK_D)
     # S = scale Q K^T, in base e beside a bias: in base 2 it would overflow from 2.4e38 on
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale if HAS_BIAS else scale * LOG2E)
     if HAS_BIAS:
@@ -67,7 +67,7 @@ def _whole_sequence(
         weights = tl.where(kept != 0, weights / (1.0 - dropout_p), 0.0)
     # O = P V / sum
     o = tl.dot(weights.to(q.dtype), v, input_precision=PRECISION) * inverse[:, None]
-    store_rows(out, out_strides, ROWS[3], s, q_first, h, o, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+    store_rows(out, out_strides, ROWS[3], (s, q_first, h), o, 0, (q_len, head_dim), TILE, BLOCK_D, MASK_D)
     log_sum = tl.log2(total) * LN2 + (shift if HAS_BIAS else shift * LN2)
     tl.store(lse_of(lse, (0, lse_stride), s, q_first, h) + lines, log_sum, mask=lines < q_len)
 
@@ -142,7 +142,7 @@ def _key_tile(
 ):  # fmt: skip
     """One step over a tile of keys."""
     limit = k_len if MASKED else start + TILE_K
-    k = load_rows(key, key_strides, KEY_ROW, s, k_first, owner, start, limit, head_dim, TILE_K, BLOCK_D, MASK_D)
+    k = load_rows(key, key_strides, KEY_ROW, (s, k_first, owner), start, (limit, head_dim), TILE_K, BLOCK_D, MASK_D)
     scores = masked_scores(
         q, k, beside, beside_strides, s, h, first_query, start, q_len, k_len, reach, factor, windows, TILE_Q, TILE_K, MASKED, CAUSAL, HAS_MASK,
         HAS_BIAS, WIDE, PRECISION,
@@ -157,7 +157,7 @@ def _key_tile(
     if HAS_DROPOUT:
         kept = survivors(tl.load(seed), problem, dropout_p, first_query, start, max_k, TILE_Q, TILE_K)
         weights = tl.where(kept != 0, weights / (1.0 - dropout_p), 0.0)
-    v = load_rows(value, value_strides, VALUE_ROW, s, k_first, owner, start, limit, head_dim, TILE_K, BLOCK_D, MASK_D)
+    v = load_rows(value, value_strides, VALUE_ROW, (s, k_first, owner), start, (limit, head_dim), TILE_K, BLOCK_D, MASK_D)
     # O = rescale O + P V
     o = tl.dot(weights.to(q.dtype), v, o * rescale[:, None], input_precision=PRECISION)
     return o, new_max, row_sum
@@ -198,7 +198,7 @@ def forward_long_kernel(
         if first < q_len:
             k_first, k_len = rows_of(cu_k, s, total_k, max_k, DENSE, False)
             reach = (k_len - q_len) if CAUSAL == BOTTOM_RIGHT else 0
-            q = load_rows(query, query_strides, ROWS[0], s, q_first, h, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
+            q = load_rows(query, query_strides, ROWS[0], (s, q_first, h), first, (q_len, head_dim), TILE_Q, BLOCK_D, MASK_D)
             o = tl.zeros((TILE_Q, BLOCK_D), tl.float32)
             row_max = tl.full((TILE_Q,), float("-inf"), tl.float32)
             row_sum = tl.zeros((TILE_Q,), tl.float32)
@@ -217,7 +217,16 @@ def forward_long_kernel(
                 )  # fmt: skip
             inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
             store_rows(
-                out, out_strides, ROWS[3], s, q_first, h, o * inverse[:, None], first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D
+                out,
+                out_strides,
+                ROWS[3],
+                (s, q_first, h),
+                o * inverse[:, None],
+                first,
+                (q_len, head_dim),
+                TILE_Q,
+                BLOCK_D,
+                MASK_D,
             )
             lines = first + tl.arange(0, TILE_Q)
             shift = tl.where(row_sum == 0.0, 0.0, row_max)

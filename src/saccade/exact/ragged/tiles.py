@@ -61,22 +61,32 @@ def inside_of(start, limit, head_dim, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
 
 @triton.jit
 def load_rows(
-    tensor, strides, ROW: tl.constexpr, sequence, first, h, start, limit, head_dim, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
-    MASK_D: tl.constexpr,
-):  # fmt: skip
-    """A tile of a sequence, zeros beyond its last row: what lies there belongs to another sequence and may be NaN."""
-    inside = inside_of(start, limit, head_dim, TILE, BLOCK_D, MASK_D)
-    return tl.load(tile_of(tensor, strides, ROW, sequence, first, h, start, TILE, BLOCK_D), mask=inside, other=0.0)
+    tensor, strides, ROW: tl.constexpr, place, start, limits, TILE: tl.constexpr, BLOCK_D: tl.constexpr, MASK_D: tl.constexpr
+):
+    """A tile of a sequence, zeros beyond its last row: what lies there belongs to another sequence and may be NaN.
+
+    place: (sequence, its first row, head). limits: (rows, head dim).
+    """
+    inside = inside_of(start, limits[0], limits[1], TILE, BLOCK_D, MASK_D)
+    return tl.load(tile_of(tensor, strides, ROW, place[0], place[1], place[2], start, TILE, BLOCK_D), mask=inside, other=0.0)
 
 
 @triton.jit
 def store_rows(
-    tensor, strides, ROW: tl.constexpr, sequence, first, h, tile, start, limit, head_dim, TILE: tl.constexpr,
-    BLOCK_D: tl.constexpr, MASK_D: tl.constexpr,
-):  # fmt: skip
-    """Write the rows of a tile that belong to the sequence, in the dtype of the tensor."""
-    inside = inside_of(start, limit, head_dim, TILE, BLOCK_D, MASK_D)
-    ptrs = tile_of(tensor, strides, ROW, sequence, first, h, start, TILE, BLOCK_D)
+    tensor,
+    strides,
+    ROW: tl.constexpr,
+    place,
+    tile,
+    start,
+    limits,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASK_D: tl.constexpr,
+):
+    """Write the rows of a tile that belong to the sequence, in the dtype of the tensor. place, limits: as in `load_rows`."""
+    inside = inside_of(start, limits[0], limits[1], TILE, BLOCK_D, MASK_D)
+    ptrs = tile_of(tensor, strides, ROW, place[0], place[1], place[2], start, TILE, BLOCK_D)
     tl.store(ptrs, tile.to(tensor.dtype.element_ty), mask=inside)
 
 

@@ -129,7 +129,7 @@ struct Keys {
     // A chunk of a query head whose queries fill N columns. survivors: which of its weights dropout leaves (dropout.cuh).
     template <int N>
     __device__ __forceinline__ void chunk(const Round& round, int head, int c, u32 survivors) {
-        const int stage = stage_of(step), row = round.start + 64 * warpgroup + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+        const int stage = stage_of(step), row = own_row(round.start + 64 * warpgroup);
         const u32 shown = mask.of(round.item, head, row, round.item.k_rows, c);  // its latency passes while S is formed
         const u32 query = shared.query(stage), dout = shared.dout(stage), rows = shared.rows(stage) + int(threadIdx.x) % 4 * 16;
         float scores[N / 2], dweights[N / 2];
@@ -218,10 +218,10 @@ struct Keys {
     __device__ __forceinline__ void hide(float (&p)[N / 2], const Item& item, int first_query, int first_key) {
         bool whole = first_query + N <= item.q_len && first_key + 64 <= item.k_len && (!CAUSAL || first_key + 63 <= first_query + item.reach());
         if (whole) return;
-        int query = first_query + 2 * (int(threadIdx.x) % 4), row = first_key + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+        int query = first_query + own_column(), row = own_row(first_key);
 #pragma unroll
         for (int e = 0; e < N / 2; e++)
-            if (!item.sees(query + e / 4 * 8 + e % 2, row + e / 2 % 2 * 8)) p[e] = 0.0f;
+            if (!item.sees(column_at(query, e), row_at(row, e))) p[e] = 0.0f;
     }
 
     __device__ __forceinline__ void await_chunk() {
@@ -307,7 +307,7 @@ struct Keys {
                 for (int member = 0; member < group.members(); member++) pass(round);
             }
             warp_arrives(shared.barrier(KEYS_READ + number % 2), arriving);
-            const int first = round.start + 64 * warpgroup + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+            const int first = own_row(round.start + 64 * warpgroup);
             const Item it = item_to_write(round, shared.round(number));
 #pragma unroll
             for (int h = 0; h < 2; h++) {

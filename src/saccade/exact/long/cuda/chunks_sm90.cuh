@@ -8,11 +8,13 @@
 // rows [B, H, T, D]), CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence), GROUPED (1: query heads, one behind
 // another, share a key head; how many is a parameter), MASK (1: a mask of pairs is given as bits) and DROPOUT (1: weights are dropped).
 #pragma once
+#include "accumulator.cuh"
 #include "dropout.cuh"
 #include "long_instruction.cuh"
 #include "mma.cuh"
 #include "numbers.cuh"
 #include "tma.cuh"
+#include "warpgroup.cuh"
 #include "wgmma.cuh"
 
 // ROWS x COLUMNS numbers of 16 bits: blocks of 64 columns, or one of 32, each with its rows of 128 (64) bytes one below the other, swizzled.
@@ -200,7 +202,7 @@ struct MaskBits {
     }
     // columns 8i + 2t + {0, 1} of a row: bits 8 (i % 4) + 2 (i / 4) + {0, 1}
     static __device__ __forceinline__ u32 pairs(u64 word) {
-        const int shift = 2 * (int(threadIdx.x) % 4);
+        const int shift = own_column();
         return (u32(word) >> shift & 0x03030303u) | (u32(word >> 32) >> shift & 0x03030303u) << 2;
     }
     // whether number e = 4i + 2h + b of an accumulator is shown

@@ -116,6 +116,7 @@ struct Rows {
     template <int N, bool MASKED, bool FIRST>
     __device__ __forceinline__ void chunk(int n, const Item& item, int first_query, int first) {
         const int stage = __shfl_sync(~0u, stage_of(n), 0);
+        // `own_row` gives some builds another schedule here
         const int row = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
         const u32 shown = mask.of(item, item.head, row, item.q_len, first / CHUNK_KEYS);  // its latency passes while the scores are formed
         float scores[N / 2];
@@ -140,10 +141,10 @@ struct Rows {
         if (DROPOUT) survivors = dropout.of_queries<N>(dropout.problem(item.sequence, item.head), first_query, first);
         products_wait<FIRST ? 0 : 1>();
         if (MASKED) {
-            const int key = first + 2 * (int(threadIdx.x) % 4);
+            const int key = first + own_column();
 #pragma unroll
             for (int e = 0; e < N / 2; e++)
-                if (!item.sees(row + e / 2 % 2 * 8, key + e / 4 * 8 + e % 2)) scores[e] = MINUS_INFINITY;
+                if (!item.sees(row_at(row, e), column_at(key, e))) scores[e] = MINUS_INFINITY;
         }
         if (MASK) {
 #pragma unroll
@@ -169,7 +170,7 @@ struct Rows {
         }
         if (!FIRST) {
             products_wait<0>();  // the weights of the chunk before are read from these registers
-            if (risen) scale(factor);
+            if (risen) scale_rows(out, factor);
         }
 #pragma unroll
         for (int h = 0; h < 2; h++)
@@ -204,9 +205,8 @@ struct Rows {
     // behind a condition of one of them.
     template <int N>
     __device__ __forceinline__ bool rise(const float (&scores)[N / 2], float (&factor)[2]) {
-        float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
-#pragma unroll
-        for (int e = 0; e < N / 2; e++) most[e / 2 % 2] = fmaxf(most[e / 2 % 2], scores[e]);
+        float most[2];
+        own_max(most, scores);
 #pragma unroll
         for (int h = 0; h < 2; h++) most[h] = quad_max(most[h]) * exponent;
         if (!__any_sync(~0u, most[0] > top[0] + SLACK || most[1] > top[1] + SLACK)) return false;
@@ -218,13 +218,6 @@ struct Rows {
             sum[h] *= factor[h];
         }
         return true;
-    }
-
-    __device__ __forceinline__ void scale(const float (&factor)[2]) {
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 8; i++) out[4 * i + 2 * h] *= factor[h], out[4 * i + 2 * h + 1] *= factor[h];
     }
 };
 
@@ -239,7 +232,7 @@ struct Output {
     // Through the memory of this warpgroup's queries, by the copy engine, which may read it yet when this returns (`finish`). But the rows behind the
     // last query of a packed sequence belong to another one.
     __device__ __forceinline__ void write(const Rows& rows, const Item& it, int first_query) const {
-        const int group = rows.warpgroup, first = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+        const int group = rows.warpgroup, first = own_row(first_query);
         float factor[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -261,9 +254,8 @@ struct Output {
         }
 #pragma unroll
         for (int s = 0; s < HEAD_DIM / 16; s++) {
-            const float* x = rows.out + 8 * s;
-            const u32 words[4] = {pack(x[0] * factor[0], x[1] * factor[0]), pack(x[2] * factor[1], x[3] * factor[1]),
-                                  pack(x[4] * factor[0], x[5] * factor[0]), pack(x[6] * factor[1], x[7] * factor[1])};
+            u32 words[4];
+            round_columns(words, rows.out + 8 * s, factor[0], factor[1]);
             store_matrices(QueryTile::fragment(rows.shared.query(rows.slot), 64 * group, s), words);
         }
         fence_async();

@@ -2,11 +2,6 @@
 #pragma once
 #include "numbers.cuh"
 
-// the threads of one role meet; 0 is __syncthreads
-__device__ __forceinline__ void sync_threads(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 __device__ __forceinline__ float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -51,14 +46,4 @@ __device__ __forceinline__ float4 load_kept(const float4* from, u64 policy) {
 __device__ __forceinline__ void store_kept(float4* to, float4 x, u64 policy) {
     asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "l"(policy)
                  : "memory");
-}
-
-// A warpgroup takes registers, up to COUNT a thread, or leaves all beyond to others.
-template <int COUNT>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-template <int COUNT>
-__device__ __forceinline__ void leave_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }

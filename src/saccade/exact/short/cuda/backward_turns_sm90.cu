@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(128 * HALVES, BLOCKS_PER_SM)
     float delta[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int e = 0; e < KEYS / 2; e += 2) {
-        int h = e / 2 % 2, row = first_row(0) + 8 * h, key = KEYS * half + e / 4 * 8 + 2 * (int(threadIdx.x) % 4);
+        int h = half_of(e), row = first_row(0) + 8 * h, key = KEYS * half + column_at(own_column(), e);
         words[e / 2] = rows.weights(scores + e, h, row, key, kv_len, scale * LOG2E);
         float2 p = floats_of(words[e / 2]);
         delta[h] = fmaf(p.x, dweights[e], fmaf(p.y, dweights[e + 1], delta[h]));
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(128 * HALVES, BLOCKS_PER_SM)
     // dS = P (dP - delta)
 #pragma unroll
     for (int e = 0; e < KEYS / 2; e += 2) {
-        int h = e / 2 % 2;
+        int h = half_of(e);
         float2 p = floats_of(words[e / 2]);
         words[e / 2] = pack(p.x * fmaf(dweights[e], scale, delta[h]), p.y * fmaf(dweights[e + 1], scale, delta[h]));
     }

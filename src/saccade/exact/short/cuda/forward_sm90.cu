@@ -53,20 +53,19 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_SM)
         products_commit();
         products_wait<0>();
         // m = rowmax(S), P = exp2(exponent (S - m)): in base 2
-        int row = first_row(group), key = 2 * (int(threadIdx.x) % 4);
-        float top[2] = {MINUS_INFINITY, MINUS_INFINITY};
+        int row = first_row(group), key = own_column();
+        float top[2] = {MINUS_INFINITY, MINUS_INFINITY}, sum[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int e = 0; e < ROWS / 2; e++) {
-            if (!sees(row + e / 2 % 2 * 8, key + e / 4 * 8 + e % 2, kv_len)) scores[e] = MINUS_INFINITY;
-            top[e / 2 % 2] = fmaxf(top[e / 2 % 2], scores[e]);
+            if (!sees(row_at(row, e), column_at(key, e), kv_len)) scores[e] = MINUS_INFINITY;
+            top[half_of(e)] = fmaxf(top[half_of(e)], scores[e]);
         }
-        float sum[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int h = 0; h < 2; h++) top[h] = quad_max(top[h]) * exponent;
         u32 weights[ROWS / 4];
 #pragma unroll
         for (int e = 0; e < ROWS / 2; e += 2) {
-            int h = e / 2 % 2;
+            int h = half_of(e);
             float x = exp2_fast(fmaf(scores[e], exponent, -top[h])), y = exp2_fast(fmaf(scores[e + 1], exponent, -top[h]));
             sum[h] += x + y;
             weights[e / 2] = pack(x, y);

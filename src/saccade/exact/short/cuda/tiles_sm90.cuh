@@ -1,14 +1,14 @@
 // The parts that the kernels of sm_90a for short sequences share: tiles of whole sequences in shared memory, their products, and their way in and out.
 //
-// A warpgroup computes on 64 rows of an accumulator, 16 a warp. Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and
-// columns 8i + 2t + {0, 1} of each column group i of 8: d[4i + 2h + b]. Two neighbours rounded to 16 bits share a register; four such
-// registers are the left operand of the next product as they are.
+// A warpgroup computes on 64 rows of an accumulator (accumulator.cuh).
 //
 // Compiled with ROWS (64 or 128: the sequence length rounded up), HEAD_DIM, BF16.
 #pragma once
+#include "accumulator.cuh"
 #include "mma.cuh"
 #include "numbers.cuh"
 #include "tma.cuh"
+#include "warpgroup.cuh"
 #include "wgmma.cuh"
 
 constexpr int ROW_GROUPS = ROWS / 64;  // of 64 rows, which a warpgroup computes on and one copy moves
@@ -82,7 +82,7 @@ enum NamedBarrier { OF_WARPGROUP = 1 };  // of the first warpgroup, then one of 
 
 // the 128 threads of a warpgroup meet
 __device__ __forceinline__ void meet(int warpgroup) {
-    asm volatile("bar.sync %0, 128;" ::"r"(OF_WARPGROUP + warpgroup) : "memory");
+    sync_threads(OF_WARPGROUP + warpgroup, 128);
 }
 
 // The place of this lane's row of fragment `step` (16 columns), of the 16 rows of its warp within row group `group`. 16-byte chunk c of a row is at
@@ -101,10 +101,8 @@ template <int COLUMNS>
 __device__ __forceinline__ void round_into(u32 tile, int group, const float (&d)[COLUMNS / 2], float first = 1.0f, float second = 1.0f) {
 #pragma unroll
     for (int step = 0; step < COLUMNS / 16; step++) {
-        const float* x = d + 8 * step;
-        u32 to = tile + fragment<COLUMNS>(group, step);
-        const u32 words[4] = {pack(x[0] * first, x[1] * first), pack(x[2] * second, x[3] * second), pack(x[4] * first, x[5] * first),
-                              pack(x[6] * second, x[7] * second)};
+        u32 words[4], to = tile + fragment<COLUMNS>(group, step);
+        round_columns(words, d + 8 * step, first, second);
         store_matrices(to, words);
     }
 }
@@ -155,7 +153,7 @@ __device__ __forceinline__ void emit(const TensorMap& map, u32 tile, const Probl
 
 // the row (0 .. 63, then the row group's) that this lane holds as its first; its second is 8 further
 __device__ __forceinline__ int first_row(int group) {
-    return 64 * group + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+    return own_row(64 * group);
 }
 
 // Two numbers of the rows of this lane: lse or its gradient; `outside` beyond the last query.

@@ -29,7 +29,7 @@ struct Rows {
             u32 words[4];
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                int e = 8 * step + 2 * j, h = j % 2, key = 16 * step + j / 2 * 8 + 2 * (int(threadIdx.x) % 4);
+                int e = 8 * step + 2 * j, h = j % 2, key = column_at(own_column(), e);
                 words[j] = weights(scores + e, h, row + 8 * h, key, kv_len, exponent);
             }
             store_matrices(to + fragment<ROWS>(group, step), words);

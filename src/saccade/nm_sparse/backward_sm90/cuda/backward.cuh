@@ -8,9 +8,9 @@
 // in lse: where |lse| is above FAR the dQ kernel adds up the weights of a row, and gives -log2 of the sum to the dK, dV kernel. lse is never below
 // the largest score, so these weights are at most 1.
 //
-// Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i of 8. Two
-// neighbours rounded to 16 bits share a register, and these registers are the operand of the next product as they are.
+// accumulator.cuh says which numbers of a product a lane holds.
 #pragma once
+#include "accumulator.cuh"
 #include "async_copy.cuh"
 #include "block_order.cuh"
 #include "mma.cuh"
@@ -18,6 +18,7 @@
 #include "ring.cuh"
 #include "philox.cuh"
 #include "tma.cuh"
+#include "warpgroup.cuh"
 #include "wgmma.cuh"
 
 constexpr int WARPGROUPS = 2;

@@ -399,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        leave_registers<PRODUCER_REGISTERS>();
         Producer producer{.query_map = query_map, .key_map = key_map, .value_map = value_map, .dout_map = dout_map,
                           .kept = kept, .lse = lse, .delta = delta,
 #if BIAS
@@ -408,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
                           .sizes = sizes, .work = work, .shared = shared};
         producer.run(shows);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(252 - PRODUCER_REGISTERS / 2));
+        take_registers<252 - PRODUCER_REGISTERS / 2>();
         Consumer consumer(sizes, work, shared);
 #if DROPOUT
         consumer.seed = *seed;

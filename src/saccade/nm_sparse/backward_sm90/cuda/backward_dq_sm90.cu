@@ -158,14 +158,10 @@ struct Producer {
 enum NamedBarrier { TURN = 1 };
 static_assert(!(TURNS && BLOCKS), "warpgroups visit different tiles");
 __device__ __forceinline__ void take_turn(int warpgroup) {
-#if TURNS
-    asm volatile("bar.sync %0, 256;" ::"r"(TURN + warpgroup) : "memory");
-#endif
+    if (TURNS) sync_threads(TURN + warpgroup, 256);
 }
 __device__ __forceinline__ void pass_turn(int warpgroup) {
-#if TURNS
-    asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? TURN : TURN + 1 + warpgroup) : "memory");
-#endif
+    if (TURNS) pass_barrier(warpgroup == WARPGROUPS - 1 ? TURN : TURN + 1 + warpgroup, 256);
 }
 
 // A warpgroup: 64 queries of a block, 16 a warp.
@@ -247,13 +243,10 @@ struct Consumer {
     // two neighbours of row g + 8 h
     __device__ __forceinline__ float2 bias_of(int stage, int i, int h) const {
         u32 at = shared.bias(stage) + (row() + 8 * h) * BIAS_PITCH + (8 * i + 2 * t) * BIAS;
-#if BIAS == 4
         float2 pair;
-        load_shared(at, pair.x, pair.y);
+        if constexpr (BIAS == 4) load_shared(at, pair.x, pair.y);
+        else pair = floats_of(load_shared(at));
         return pair;
-#else
-        return floats_of(load_shared(at));
-#endif
     }
 
     __device__ __forceinline__ void exponentiate(int stage) {
@@ -272,7 +265,7 @@ struct Consumer {
 #else
     __device__ __forceinline__ void exponentiate(int) {
 #pragma unroll
-        for (int e = 0; e < BLOCK_KV / 2; e++) scores[e] = exp2_fast(fmaf(scores[e], sizes.exponent, shift[e / 2 % 2]));
+        for (int e = 0; e < BLOCK_KV / 2; e++) scores[e] = exp2_fast(fmaf(scores[e], sizes.exponent, shift[half_of(e)]));
     }
 #endif
 
@@ -388,13 +381,13 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        leave_registers<24>();
         Producer producer{.query_map = query_map, .key_map = key_map, .value_map = value_map, .dout_map = dout_map,
                           .sizes = sizes, .work = work, .shared = shared};
         pass_turn(WARPGROUPS - 1);  // the first turn. A branch of a consumer before its loop makes ptxas serialise the products
         producer.run(shows, kept);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        take_registers<240>();
         Consumer consumer(sizes, work, shared);
 #if DROPOUT
         consumer.seed = *seed;

@@ -395,6 +395,7 @@ struct Consumer {
     // dS^T of both warpgroups is there
     __device__ __forceinline__ void meet() {
         fence_async();
+        // as an immediate: through `sync_threads` ptxas gives the kernel another schedule
         asm volatile("bar.sync %0, 256;" ::"n"(int(SCORES_STORED)) : "memory");
     }
 
@@ -479,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     load_shared(shared.number(), number, unused);
     const KeyBlock work(sizes, __shfl_sync(~0u, int(number), 0));
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        leave_registers<24>();
         int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);
         if (warp == TILES) {
             Loader loader{.query_map = query_map, .key_map = key_map, .value_map = value_map, .dout_map = dout_map, .sizes = sizes, .work = work,
@@ -494,7 +495,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
             bits.run();
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        take_registers<240>();
         Consumer consumer(sizes, shared);
         consumer.run(work.steps(sizes));
         int first = work.first_key() + 64 * consumer.warpgroup, rows = sizes.kv_len - first;

@@ -20,6 +20,7 @@
 #include "mma.cuh"
 #include "ring.cuh"
 #include "tma.cuh"
+#include "warpgroup.cuh"
 #include "wgmma.cuh"
 
 static_assert(QUERY_STEPS <= HEAD_DIM / 16);
@@ -301,10 +302,10 @@ struct Consumer : Rows {
     __device__ __forceinline__ void take_turn() {}
     __device__ __forceinline__ void pass_turn() {}
 #else
-    __device__ __forceinline__ void take_turn() { asm volatile("bar.sync %0, 256;" ::"r"(TURN - 1 + thread_of() / 128) : "memory"); }
+    __device__ __forceinline__ void take_turn() { sync_threads(TURN - 1 + thread_of() / 128, 256); }
     __device__ __forceinline__ void pass_turn() {
         int mine = TURN - 1 + thread_of() / 128;
-        asm volatile("bar.arrive %0, 256;" ::"r"(mine == TURN - 1 + WARPGROUPS ? TURN : mine + 1) : "memory");
+        pass_barrier(mine == TURN - 1 + WARPGROUPS ? TURN : mine + 1, 256);
     }
 #endif
 
@@ -590,7 +591,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), RESIDENT) f
     __syncthreads();
     const Schedule schedule(sizes);
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        leave_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) {
             prefetch_map(query_map);
             prefetch_map(key_map);
@@ -600,7 +601,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), RESIDENT) f
             for (int index = schedule.begin(); index < schedule.total; index = schedule.after(index)) producer.load(QueryBlock(index, sizes));
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        take_registers<CONSUMER_REGISTERS>();
         Consumer consumer(sizes, shared);
 #if DROPOUT
         consumer.seed = *seed;

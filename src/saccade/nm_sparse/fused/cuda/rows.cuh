@@ -15,6 +15,7 @@
 // or heads, with the causal edge in it), BIAS (bytes of a number of the bias: 2, of the type of Q, or 4; 0 without one), STORES (the selection),
 // SELECTION, TF32, OVERLAP (products read the operand while the next is made).
 #pragma once
+#include "accumulator.cuh"
 #include "metadata.cuh"
 #include "numbers.cuh"
 #include "philox.cuh"
@@ -386,8 +387,7 @@ struct Rows {
             offset[h] = lower;
             sum[h] *= factor[h];
         }
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; i++) out[i] *= factor[i / 2 % 2];
+        scale_rows(out, factor);
     }
 
     // whether a weight of these rows is too large for its format, or NaN

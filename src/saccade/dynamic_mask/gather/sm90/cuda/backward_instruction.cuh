@@ -51,11 +51,7 @@ __device__ __forceinline__ float exp2_here(float x) {
     return y;
 }
 
-template <int THREADS>
-__device__ __forceinline__ void sync_threads(int barrier) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
-}
-// and whether any of them says so
+// `sync_threads` of warpgroup.cuh, and whether any of them says so
 template <int THREADS>
 __device__ __forceinline__ int sync_threads_or(int barrier, bool x) {
     int any;
@@ -89,14 +85,4 @@ __device__ __forceinline__ void additions_wait() {
 // until all of them are in memory
 __device__ __forceinline__ void additions_end() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-
-// the registers of each thread of a warpgroup, from here on: fewer than it was launched with, or more
-template <int COUNT>
-__device__ __forceinline__ void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-template <int COUNT>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }

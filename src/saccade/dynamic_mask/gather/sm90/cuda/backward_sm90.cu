@@ -35,6 +35,7 @@
 #include "backward_instruction.cuh"
 #include "gather.cuh"
 #include "mma.cuh"
+#include "warpgroup.cuh"
 #include "wgmma.cuh"
 
 static_assert(BLOCK_N == 64 && INDICES, "a warpgroup makes dV or dK of 64 keys, and adds them by their indices");
@@ -369,10 +370,10 @@ struct Consumer {
             // where delta was, which the same warp has read
             if (lane % 4 == 0) store_note(shared.delta(held_row(i / 2, i % 2)), __float_as_int(inverse));
         }
-        sync_threads<128>(OF_WARPGROUP + HALF);
+        sync_threads(OF_WARPGROUP + HALF, 128);
         divide_dout();
         fence_async();
-        sync_threads<128>(OF_WARPGROUP + HALF);
+        sync_threads(OF_WARPGROUP + HALF, 128);
     }
 
     // rows of dO, each times its number in place of delta, by the threads that brought them
@@ -460,7 +461,7 @@ struct Consumer {
         issue_dquery<PART>();   // dQ += dS K
         store_by_keys(shared.dscores(PART, place.stage), dscores);
         fence_async();
-        sync_threads<256>(ALL);
+        sync_threads(ALL, 256);
     }
 
     // all products of a block with keys, the last under way. Returns the first key of the last tile, whose dV and dK are handed over by no one yet
@@ -518,7 +519,7 @@ struct Consumer {
             store_matrices((shared.dscores(0, place.stage) + to) ^ (32 * i), dscores + 4 * i);
         }
         fence_async();
-        sync_threads<256>(ALL);
+        sync_threads(ALL, 256);
         products_begin();
         // dQ += dS K
         u64 own = operand(shared.dscores(0, place.stage) + HALF * (PAIR_BYTES / 2)), keys = operand(shared.ring().keys(place.stage), ROWS_64);
@@ -637,7 +638,7 @@ struct Consumer {
             store(work);
             // Rows are fetched in every turn, the last included: under a condition they would take registers over the whole loop.
             fetch(QueryBlock(min(index + int(gridDim.x), given.total - 1), given.owners, given.blocks), rows);
-            sync_threads<256>(ALL);  // the other warpgroup reads the rows of this block too
+            sync_threads(ALL, 256);  // the other warpgroup reads the rows of this block too
         }
     }
 };
@@ -742,7 +743,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     // the compiler takes what comes from a shuffle for the same in all lanes
     int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);
     if (warp < 4) {
-        give_registers<PRODUCER_REGISTERS>();
+        leave_registers<PRODUCER_REGISTERS>();
         if (warp < GATHER_WARPS) {
             const Gathered gathered{.key = key, .value = value, .scores = scores, .start = start, .stop = stop, .lists = lists, .counts = counts,
                                     .key_batch = key_batch, .key_head = key_head, .value_batch = value_batch, .value_head = value_head,

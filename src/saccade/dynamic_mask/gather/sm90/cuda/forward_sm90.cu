@@ -30,7 +30,9 @@
 #define PAIRED_NOTES 1
 #include "dependent.cuh"
 #include "gather.cuh"
+#include "accumulator.cuh"
 #include "mma.cuh"
+#include "warpgroup.cuh"
 #include "wgmma.cuh"
 
 static_assert(QUERY_PLACES == 1 || HEAD_DIM == 64, "O goes by way of rows of 128 bytes");
@@ -138,14 +140,14 @@ struct Consumer {
     }
 
     // a barrier of the four warps of this warpgroup
-    __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(OF_WARPGROUP - 1 + thread_of() / 128) : "memory"); }
+    __device__ __forceinline__ void meet() const { sync_threads(OF_WARPGROUP - 1 + thread_of() / 128, 128); }
 
     // warpgroups issue their products in turn
     __device__ __forceinline__ void take_turn() const {
-        if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(TURN + warpgroup) : "memory");
+        if (TURNS) sync_threads(TURN + warpgroup, 256);
     }
     __device__ __forceinline__ void pass_turn() const {
-        if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? TURN : TURN + 1 + warpgroup) : "memory");
+        if (TURNS) pass_barrier(warpgroup == WARPGROUPS - 1 ? TURN : TURN + 1 + warpgroup, 256);
     }
 
     __device__ __forceinline__ void release(int stage) const {
@@ -315,8 +317,7 @@ struct Consumer {
             factor[h] = exp2_fast(offset[h] + factor[h]);
             sum[h] *= factor[h];
         }
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; i++) out[i] *= factor[i / 2 % 2];
+        scale_rows(out, factor);
     }
 
     // Computes weights that were too large once more, with a reference that fits.
@@ -487,10 +488,10 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
     wait_for_kernel_ahead();
     int total = owners * blocks;
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GATHERER_REGISTERS));
+        leave_registers<GATHERER_REGISTERS>();
         Gatherer(given, ring).run();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        take_registers<CONSUMER_REGISTERS>();
         Consumer consumer(sizes, ring, queries);
         Block block(blockIdx.x, sizes), step(gridDim.x, sizes);
         consumer.copy_query(block);
