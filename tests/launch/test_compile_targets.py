@@ -520,7 +520,7 @@ def test_kernels_fit_their_architecture(compiled):
         "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
         "count_kernel", "place_kernel", "forward_tile_kernel", "forward_long_kernel", "backward_tile_kernel", "delta_kernel",
         "backward_keys_kernel", "backward_queries_kernel", "clear_kernel", "weights_kernel", "backward_bias_kernel", "bounds_kernel", "survivors_kernel", "forward_tokens_kernel",
-        "backward_tokens_kernel", "rank_kernel", "copy_kernel", "forward_kernel", "rows_kernel", "keys_kernel", "queries_kernel", "bias_kernel",
+        "backward_tokens_kernel", "rank_kernel", "copy_kernel", "zero_behind_kernel", "forward_kernel", "rows_kernel", "keys_kernel", "queries_kernel", "bias_kernel",
         "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
     assert {r["kernel"] for r in rows} == kernels
