@@ -128,11 +128,11 @@ def _is_in(commit: str, name: str, blob: str) -> bool:
     if blob in before.values():
         return True
     same_name = {old for path, old in before.items() if path.startswith("src/") and Path(path).name == Path(name).name}
-    definitions = _definitions(blob, name)
+    definitions = _definitions(blob, Path(name).suffix)
     if definitions <= _wing(commit, name):
         return True
     equal = _equal_codes(name, _digest(definitions))
-    return any(_digest(_definitions(old, name)) in equal for old in same_name)
+    return any(_digest(_definitions(old, Path(name).suffix)) in equal for old in same_name)
 
 
 def code_of(text: str, name: str) -> str:
@@ -163,7 +163,7 @@ def _wing(commit: str, name: str) -> frozenset[str]:
     """The definitions of a commit in all files of a file's wing and kind."""
     wing, suffix = name.split("/")[:3], Path(name).suffix
     found = (blob for path, blob in _tree(commit).items() if path.split("/")[:3] == wing and Path(path).suffix == suffix)
-    return frozenset().union(*(_definitions(blob, name) for blob in found))
+    return frozenset().union(*(_definitions(blob, Path(name).suffix) for blob in found))
 
 
 def _git(*asked: str) -> str:
@@ -185,8 +185,8 @@ def _tree(commit: str) -> dict[str, str]:
 
 
 @cache
-def _definitions(blob: str, name: str) -> frozenset[str]:
-    return definitions_of(_git("cat-file", "blob", blob), name)
+def _definitions(blob: str, suffix: str) -> frozenset[str]:
+    return definitions_of(_git("cat-file", "blob", blob), suffix)
 
 
 def definitions_of(text: str, name: str) -> frozenset[str]:
