@@ -16,7 +16,7 @@ from saccade.encoders import base
 
 
 class Graph:
-    """What stands in for `torch.cuda.CUDAGraph`."""
+    """Stands in for `torch.cuda.CUDAGraph`."""
 
     replays = 0  # of all graphs
 

@@ -1,4 +1,4 @@
-"""What is kept between calls of a captured tower: how calls of one signature run, and how their outputs are built."""
+"""Kept between calls of a captured tower: how calls of one signature run, and how their outputs are built."""
 
 from __future__ import annotations
 

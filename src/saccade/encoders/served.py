@@ -37,7 +37,7 @@ class Unfit(RuntimeError):
 
 
 class Facts(NamedTuple):
-    """What calls need of a model and its config, which is read anew when they may have changed.
+    """The facts about a model and its config that calls need, read anew when they may have changed.
 
     reason: why every call runs as stock; empty if nothing speaks against packing. longest: positions, None if there is no end. reads_first: whether
     the first column of a batch is read behind the encoder. pooler: what is applied to the padded last layer.

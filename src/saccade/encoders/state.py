@@ -35,7 +35,7 @@ class State:
     last call; without it Python does, in 90 us for MiniLM on one machine and 310 on another.
 
     Attributes:
-        changes: counts the reads that may have found a change, of the config too. What is worked out from the model holds until it rises.
+        changes: counts the reads that may have found a change, of the config too. Facts that are worked out from the model hold until it rises.
     """
 
     def __init__(self, model: nn.Module):

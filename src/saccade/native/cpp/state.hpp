@@ -30,7 +30,7 @@ int64_t form_of(const c10::TensorImpl& impl) {
     return static_cast<int64_t>(mixed);
 }
 
-// What is recorded of a tensor. Object and impl are compared too, as `swap_tensors` exchanges the impls of two objects.
+// The record of a tensor. Object and impl are compared too, as `swap_tensors` exchanges the impls of two objects.
 struct Kept {
     const PyObject* object;
     const c10::TensorImpl* impl;
