@@ -28,7 +28,8 @@ def hooks(monkeypatch):
         monkeypatch.setitem(sys.modules, stands_in.__name__, stands_in)
     monkeypatch.setattr(sys.modules["mkdocs.structure.files"], "Files", object, raising=False)
     spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     monkeypatch.setattr(found, "_mark", lambda plot: "")  # which results are stale is another test's question
