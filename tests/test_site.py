@@ -94,3 +94,17 @@ def test_the_column_uses_the_width_of_a_screen():
     width = float(re.findall(r"max-width: ([\d.]+)rem", rule(".md-grid"))[0])
     assert width * PIXELS_OF_A_REM >= 1280
     assert "toc.integrate" in CONFIG  # one rail, not two
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "speed").glob("*.md")), ids=lambda p: p.name)
+def test_a_page_of_speed_answers_a_question_and_is_short(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.split()) < 450
+    for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:] or [text]:
+        shown = len(re.findall(r"^\|---", part, re.MULTILINE)) + len(re.findall(r"^!\[", part, re.MULTILINE))
+        assert shown == 1 or path.name in ("bias.md", "index.md"), "one plot or one table"
+
+
+def test_the_index_of_speed_leads_to_every_page():
+    index = (DOCS / "speed" / "index.md").read_text(encoding="utf-8")
+    assert not [path.name for path in (DOCS / "speed").glob("*.md") if path.name != "index.md" and f"({path.name}" not in index]
