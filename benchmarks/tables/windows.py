@@ -7,12 +7,12 @@ batch with a mask of window and padding.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from rows import Row, Writer
+from rows import Row, Writer, named
 from short_common import stream_bandwidth
 from tables.short_ragged import both_ways
 from torch import Tensor
@@ -60,10 +60,10 @@ HEADS = {64: (12, 12), 128: (32, 8), 256: (3, 1)}
 SHAPES = [Shape(dim, *HEADS[dim], longest, window) for dim in HEADS for window in WINDOWS for longest in (256, 512, 2048, 8192)]
 
 
-def run(writer: Writer, repeat_ms: int) -> None:
+def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
     """Measure forward, backward and both, end to end."""
     bandwidth = stream_bandwidth()
-    for shape in SHAPES:
+    for shape in named(SHAPES, rows):
         lengths = shape.lengths()
         offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
         roofs, found = _roofs(shape, int(lengths.sum()), bandwidth), {}
