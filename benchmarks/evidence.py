@@ -1,8 +1,8 @@
-"""Prints the figures that docs/evidence.md quotes, computed from the committed results.
+"""Prints the figures that the pages in docs/evidence quote, computed from the committed results.
 
     python benchmarks/evidence.py
 
-A single measurement can be read in its CSV; what stands here are the ranges and averages over many rows. A test compares the page with
+A single measurement can be read in its CSV; what stands here are the ranges and averages over many rows. A test compares the pages with
 both, so a table that is measured again shows which sentences it changed.
 """
 
@@ -142,7 +142,7 @@ NUMBER = re.compile(r"(?<![\w.:^])\d+\.\d+(?!\w)")
 
 
 def cells() -> Rows:
-    """The numbers that the page quotes one by one, and the cell of each: item, number, table, where, column."""
+    """The numbers that the pages quote one by one, and the cell of each: item, number, table, where, column."""
     with open(Path(__file__).parent / "evidence_cells.csv", newline="") as handle:
         return list(csv.DictReader(handle))
 

@@ -1,4 +1,4 @@
-"""Figures of docs/evidence.md about paper 002, short sequences."""
+"""Figures of docs/evidence/002_short.md, short sequences."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 
 @triton.jit
@@ -91,7 +92,10 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv = packed.permute(2, 0, 3, 1, 4).unbind(0)
         dout = dout if dout.stride() == out.stride() else torch.empty_like(out).copy_(dout)
         numbers = query.stride()[:3], out.stride()[:3], dq.stride()[:3], heads, length, dim, dim**-0.5
-        backward_kernel[(batch, heads)](query, key, value, dout, out, lse, dq, dk, dv, *numbers, **_blocks(query))
+        try:
+            backward_kernel[(batch, heads)](query, key, value, dout, out, lse, dq, dk, dv, *numbers, **_blocks(query))
+        except OutOfResources as error:  # the listing holds whole sequences: 288 KiB at 128 tokens of D = 256
+            raise ValueError(f"the paper's backward does not hold {length} tokens of D = {dim}: {error}") from error
         return dq, dk, dv
 
 

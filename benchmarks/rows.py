@@ -7,8 +7,10 @@ import datetime
 import os
 import platform
 import subprocess
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +18,7 @@ import saccade
 from saccade.hardware import package_version
 
 HERE = Path(__file__).resolve().parent
+Case = TypeVar("Case")
 
 
 def in_checkout() -> bool:
@@ -110,3 +113,15 @@ class Writer:
         with open(self.path, "a", newline="") as handle:
             csv.writer(handle, lineterminator="\n").writerow(rounded)
         return row
+
+
+def named(cases: Iterable[Case], rows: Sequence[str]) -> list[Case]:
+    """The cases with one of these words in their names; all of them without words.
+
+    Raises:
+        SystemExit: a word is in no name.
+    """
+    names = {str(case): case for case in cases}
+    if unknown := [word for word in rows if not any(word in name for name in names)]:
+        raise SystemExit(f"--rows is {', '.join(unknown)}; the rows are {'; '.join(names)}")
+    return [case for name, case in names.items() if not rows or any(word in name for word in rows)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None, help=f"folder of the results (default: {results_folder()}/<gpu>)")
     parser.add_argument("--repeat-ms", type=int, default=40)
     parser.add_argument(
-        "--rows", nargs="+", default=[], metavar="NAME", help="of `models` and `encoders`: only rows with one of these words"
+        "--rows", nargs="+", default=[], metavar="NAME", help="of some tables: only rows with one of these words in their names"
     )
     parser.add_argument("--no-gate", action="store_true", help="skip the check of correctness that comes first")
     parser.add_argument(
@@ -47,8 +48,8 @@ def main() -> int:
         return 0
     if options.table is None:
         parser.error(f"the table is missing; one of {', '.join(tables)}")
-    if options.rows and options.table not in ("models", "encoders"):
-        parser.error(f"--rows is for the tables models and encoders; {options.table} is measured as a whole")
+    if options.rows and "rows" not in parameters_of(options.table):
+        parser.error(f"--rows is {' '.join(options.rows)}; {options.table} is measured as a whole")
     if options.plot_only:
         from plot import newest
 
@@ -82,6 +83,11 @@ def operation_of(table: str) -> str:
         (len(start), name) for name, operation in OPERATIONS.items() for start in operation.tables if table.startswith(start)
     ]
     return max(fitting)[1]
+
+
+def parameters_of(table: str) -> list[str]:
+    """The arguments that the table's `run` takes."""
+    return list(inspect.signature(importlib.import_module(f"tables.{table}").run).parameters)
 
 
 def measure(table: str, path: Path, repeat_ms: int, rows: list[str]) -> None:

@@ -4,9 +4,11 @@
   light page and its dark one on a dark page, and opens the plot in full when it is tapped;
 - names of tables, as `h200/short_full.csv`, become links to the files;
 - a plot of results that are older than the kernels that they measure is marked;
-- pictures are put into the page as they are, so that they take its colours, light or dark.
+- pictures are put into the page as they are, so that they take its colours, light or dark;
+- an address that the site once had leads to where its text is now.
 """
 
+import json
 import re
 import sys
 from functools import cache
@@ -23,12 +25,48 @@ PLOT = re.compile(r"!\[([^\]]*)\]\((?:\.\./)*benchmarks/results/(\w+/\w+)\.png\)
 TABLE = re.compile(r"(?<!\[)`(\w+/\w+\.csv)`")
 PICTURE = re.compile(r"^!\[[^\]]*\]\((?:\.\./)*pictures/(\w+\.svg)\)$", re.MULTILINE)
 
+# an address that was -> where it leads, and by anchor where the text of that heading is
+MOVED = {
+    "performance.html": {
+        "": "speed/index.html",
+        "short-sequences": "speed/short.html",
+        "129-to-577-tokens": "speed/short.html#129-to-577-tokens",
+        "from-few-problems-to-many": "speed/auto.html#from-few-problems-to-many",
+        "whole-encoders-by-one-line": "speed/encoders.html",
+        "whole-models": "speed/models.html",
+        "batches-of-different-lengths": "speed/ragged.html",
+        "sliding-windows": "speed/ragged.html#sliding-windows",
+        "a-bias-that-rows-share": "speed/bias.html",
+        "one-query-cls-only-and-pooling": "speed/short.html#one-query-cls-only-and-pooling",
+        "shapes-of-models": "speed/auto.html#shapes-of-models",
+        "what-a-program-calls": "speed/auto.html",
+        "dynamic-masks": "speed/dynamic_masks.html",
+        "decoding": "speed/dynamic_masks.html#decoding",
+        "nm-sparse-attention": "speed/nm_sparse.html",
+        "with-blocks-masks-and-biases": "speed/nm_sparse.html#with-blocks-masks-and-biases",
+    },
+    "evidence.html": {
+        "": "evidence/index.html",
+        "paper-001-sparkattention": "evidence/001_sparkattention.html",
+        "paper-002-fast-attention-for-short-sequences": "evidence/002_short.html",
+        "paper-003-dfss-dynamic-nm-sparsity": "evidence/003_dfss.html",
+        "paper-004-trainable-dynamic-masks": "evidence/004_dynamic_masks.html",
+    },
+}
+_FORWARD = """<!doctype html><meta charset="utf-8"><title>Moved</title>
+<script>const to = {places}; location.replace(to[location.hash.slice(1)] || to[""])</script>
+<p>This page is now <a href="{place}">here</a>.</p>
+"""
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add every plot as `plots/<gpu>/<table>.png` and `.dark.png`; this file is no part of the site."""
+    """Add every plot as `plots/<gpu>/<table>.png` and `.dark.png`, and the addresses that were; this file is no part of the site."""
     for plot in sorted(RESULTS.glob("*/*.png")):
         place = f"plots/{plot.parent.name}/{plot.name}"
         files.append(File.generated(config, place, abs_src_path=str(plot)))
+    for old, places in MOVED.items():
+        page = _FORWARD.format(places=json.dumps(places), place=places[""])
+        files.append(File.generated(config, old, content=page))
     for file in [f for f in files if "__pycache__" in f.src_uri or f.src_uri.endswith(".py")]:
         files.remove(file)
     return files

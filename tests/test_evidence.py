@@ -1,4 +1,4 @@
-"""The page that compares with the papers: its files exist, its verdicts are known, and its numbers stand in the committed results."""
+"""The pages that compare with the papers: their files exist, their verdicts are known, and their numbers stand in the committed results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+PLACE = ROOT / "docs" / "evidence"
+INDEX = (PLACE / "index.md").read_text(encoding="utf-8")
+PAGES = {int(path.name[:3]): path.read_text(encoding="utf-8") for path in sorted(PLACE.glob("0*.md"))}
 HEADER = "| Item | Paper | Ours | Verdict | Where |"
+MOST_WORDS = 24
 VERDICTS = {"reproduced", "better", "worse", "not comparable", "missing"}
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -21,16 +24,27 @@ import evidence  # noqa: E402
 NUMBER = evidence.NUMBER
 
 
-def lines() -> list[list[str]]:
+def rows_of(page: str) -> list[list[str]]:
     """Item, paper, ours, verdict and where of every row."""
+    table = page.split(HEADER)[1].split("\n\n")[0].strip().splitlines()[1:]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
+
+
+LINES = [line for page in PAGES.values() for line in rows_of(page)]
+
+
+def details() -> list[tuple[str, str, str]]:
+    """Heading, table with its caption, and caption, of what is too long for a row."""
     found = []
-    for block in PAGE.split(HEADER)[1:]:
-        table = block.split("\n\n")[0].strip().splitlines()[1:]
-        found += [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
+    for page in PAGES.values():
+        for block in page.split("\n## ")[1:]:
+            heading, _, text = block.partition("\n\n")
+            (caption,) = re.findall(r"^\*([^*\n]+)\*$", text, re.MULTILINE)
+            found.append((heading, text[: text.index(caption) + len(caption)], caption))
     return found
 
 
-LINES = lines()
+DETAILS = details()
 
 
 def spans(cell: str) -> list[str]:
@@ -42,25 +56,35 @@ def csvs(where: str) -> list[str]:
 
 
 def test_every_paper_has_its_table():
-    assert [int(n) for n in re.findall(r"^## Paper 00(\d)", PAGE, re.MULTILINE)] == [1, 2, 3, 4]
-    assert PAGE.count(HEADER) == 4
+    assert list(PAGES) == [1, 2, 3, 4]
+    for paper, page in PAGES.items():
+        assert page.startswith(f"# Paper 00{paper}: ")
+        assert page.count(HEADER) == 1
+        opening = page.split("\n\n")[1]
+        assert 2 <= len(re.findall(r"\.(?:\s|$)", opening)) <= 4, "a page begins with what holds and what does not"
     assert all(len(line) == 5 for line in LINES), [line for line in LINES if len(line) != 5]
+
+
+def test_the_pages_are_short():
+    """A cell is no paragraph: what explains a row is in a log."""
+    assert len(INDEX.split()) < 500
+    long = {line[0]: cell for line in LINES for cell in line if len(cell.split()) > MOST_WORDS}
+    assert not long
 
 
 def test_every_verdict_is_explained():
     assert {verdict for *_, verdict, _ in LINES} == VERDICTS
-    explained = PAGE[PAGE.index("| Verdict | Meaning |") :].split("\n\n")[0]
+    explained = INDEX[INDEX.index("| Verdict | Meaning |") :].split("\n\n")[0]
     assert not [verdict for verdict in VERDICTS if verdict not in explained]
 
 
 def test_the_verdicts_of_each_paper_are_counted():
-    said = re.findall(r"^\| \[00(\d)\][^|]*\|([ \d|]+)\|$", PAGE, re.MULTILINE)
-    (heads,) = re.findall(r"^\| Paper \| (reproduced .*) \|$", PAGE, re.MULTILINE)
+    said = re.findall(r"^\| \[00(\d)[^|]*\|([ \d|]+)\|$", INDEX, re.MULTILINE)
+    (heads,) = re.findall(r"^\| Paper \| (reproduced .*) \|$", INDEX, re.MULTILINE)
     columns = heads.split(" | ")
     assert set(columns) == VERDICTS
     for paper, counts in said:
-        section = PAGE.split(f"## Paper 00{paper}")[1].split("\n## ")[0]
-        found = [line[3] for line in LINES if "| " + " | ".join(line) + " |" in section]
+        found = [line[3] for line in rows_of(PAGES[int(paper)])]
         assert [int(count) for count in counts.split("|")] == [found.count(verdict) for verdict in columns], paper
     assert len(said) == 4
 
@@ -90,6 +114,23 @@ def test_the_numbers_of_a_row_are_cells_of_its_tables(line):
         assert quoted == named, item
 
 
+@pytest.mark.parametrize(("heading", "table", "caption"), DETAILS, ids=[heading for heading, _, _ in DETAILS])
+def test_the_numbers_of_a_table_below_are_those_of_its_caption(heading, table, caption):
+    """Figures of the CSV that the caption names, each in code; a row of the paper's table names the CSV too."""
+    tables = csvs(caption)
+    assert tables
+    assert [line for line in LINES if set(tables) <= set(csvs(line[4]))]
+    assert any(f"](#{anchor(heading)})" in page for page in PAGES.values()), "no row links to the table"
+    printed = [figure for name in tables for figure in evidence.figures()[name]]
+    quoted = [text for text in spans(table) if text not in tables]
+    assert not [text for text in quoted if text not in printed]
+    assert not NUMBER.findall(re.sub(r"`[^`]+`", "", table))
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).lower())
+
+
 CELLS = evidence.cells()
 
 
@@ -111,6 +152,7 @@ def test_another_cell_does_not():
 def test_every_figure_that_is_computed_is_quoted():
     for name, found in evidence.figures().items():
         told = [text for line in LINES if name in csvs(line[4]) for text in spans(line[2])]
+        told += [text for _, table, caption in DETAILS if name in csvs(caption) for text in spans(table)]
         assert not [figure for figure in found if figure not in told], name
 
 
@@ -118,10 +160,8 @@ def test_every_figure_and_table_of_the_papers_is_a_row():
     """As many as each paper numbers, where its text says so."""
     numbered = [(1, "Fig.", 12), (1, "Table", 1), (3, "Fig.", 19), (3, "Table", 6), (3, "Eq.", 34)]
     for paper, kind, count in numbered:
-        section = PAGE.split(f"## Paper 00{paper}")[1].split("\n## ")[0]
-        items = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
         found: set[int] = set()
-        for item in items:
+        for item, *_ in rows_of(PAGES[paper]):
             for listed in re.findall(rf"{re.escape(kind)} ((?:\d+(?:, | and | to )?)+)", item):
                 for part in re.findall(r"\d+ to \d+|\d+", listed):
                     ends = [int(n) for n in part.split(" to ")]
@@ -148,14 +188,12 @@ def test_numbers_of_a_paper_are_numbers_and_say_where_they_stand(paper):
 @pytest.mark.parametrize("paper", PAPERS)
 def test_what_the_page_quotes_of_a_paper_stands_in_its_file(paper):
     """Every number with a decimal point, digit for digit; numbers of sections are none of the paper's figures."""
-    section = PAGE.split(f"## Paper 00{paper}")[1].split("\n## ")[0]
     values = {row["value"] for row in stated(paper)}
     missing = {}
-    for line in section.split(HEADER)[1].strip().splitlines()[1:]:
-        item, theirs = line.strip("|").split(" | ")[:2]
-        item = re.sub(r"(?:Sections?|Proposition|Appendix A\.|and) [A-Z\d.]+", "", item)
+    for row, theirs, *_ in rows_of(PAGES[paper]):
+        item = re.sub(r"(?:Sections?|Proposition|Appendix A\.|and) [A-Z\d.]+", "", row)
         found = [number for number in NUMBER.findall(f"{item} {theirs}") if number not in values]
-        missing |= {line.split(" | ")[0]: found} if found else {}
+        missing |= {row: found} if found else {}
     assert not missing
 
 

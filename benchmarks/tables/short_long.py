@@ -7,13 +7,13 @@ its products at 700 TFLOP/s. At `--repeat-ms 15` the table is meant to take at m
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from peers import peers
-from rows import Row, Writer
+from rows import Row, Writer, named
 from short_common import Shape, error_ratio, log_normal_lengths, stream_bandwidth
 from steps import step, those_that_run
 from torch import Tensor
@@ -60,11 +60,11 @@ CAUSAL = [Case(square(NUMBERS // (length * 64 * HEADS), HEADS, length, 64), feat
 CASES = PLAIN + MODELS + CAUSAL
 
 
-def run(writer: Writer, repeat_ms: int) -> None:
+def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
     """Measure forward, backward and both of every row."""
     bandwidth = stream_bandwidth()
     print(f"three reads, one write: {bandwidth / 1e9:.2f} TB/s")
-    for case in CASES:
+    for case in named(CASES, rows):
         print(line(case, *_measure(writer, case, bandwidth, repeat_ms)), flush=True)
         torch.cuda.empty_cache()
 

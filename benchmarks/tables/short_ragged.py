@@ -94,13 +94,15 @@ def run(writer: Writer, repeat_ms: int) -> None:
         )
 
 
-def both_ways(name: str, call: Callable[[], "Prepared"], repeat_ms: int) -> dict[str, dict[str, Timing]]:
+def both_ways(name: str, call: Callable[[], "Prepared"], repeat_ms: int, captured: bool = True) -> dict[str, dict[str, Timing]]:
     """Times of forward, backward and both, by the note of their rows: "" of the call as it is, "captured" without backward alone. A call that does not run is
     left out. Tensors are gone afterwards, those of a failed call too: in the rows of a million sequences they are half the memory of a GPU."""
     found: dict[str, dict[str, Timing]] = {}
     try:
         leaves, dout, compute = call()
         found[""] = time_directions(compute, leaves, dout, repeat_ms)
+        if not captured:
+            return found
         replays = {way: capture(step(compute, way, leaves, dout)) for way in ("fwd", "fwd+bwd")}
         found["captured"] = {way: measure(replay, warmup_ms=5, repeat_ms=repeat_ms) for way, replay in replays.items()}
     except NOT_RUN as error:

@@ -3,16 +3,17 @@
 Lengths are spread evenly from a fifth of the longest to the longest, some 38,000 tokens in all. The roof counts the bytes of real tokens at the
 bandwidth of a plain copy; wide windows and head dims are bound by products instead. Peers: FlashAttention-4's varlen function and torch's
 `varlen_attn`, both with the window, FlexAttention with a block mask of sequences and window, compiled for the shape, and torch's function on the padded
-batch with a mask of window and padding.
+batch with a mask of window and padding. Rows with the note `captured` are replays of a CUDA graph; FlexAttention has none, because its call
+cannot be captured and leaves torch's generator unusable.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from rows import Row, Writer
+from rows import Row, Writer, named
 from short_common import stream_bandwidth
 from tables.short_ragged import both_ways
 from torch import Tensor
@@ -60,15 +61,15 @@ HEADS = {64: (12, 12), 128: (32, 8), 256: (3, 1)}
 SHAPES = [Shape(dim, *HEADS[dim], longest, window) for dim in HEADS for window in WINDOWS for longest in (256, 512, 2048, 8192)]
 
 
-def run(writer: Writer, repeat_ms: int) -> None:
+def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
     """Measure forward, backward and both, end to end."""
     bandwidth = stream_bandwidth()
-    for shape in SHAPES:
+    for shape in named(SHAPES, rows):
         lengths = shape.lengths()
         offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
         roofs, found = _roofs(shape, int(lengths.sum()), bandwidth), {}
         for name, call in _calls(shape, lengths, offsets).items():
-            for kind, timings in both_ways(name, call, repeat_ms).items():
+            for kind, timings in both_ways(name, call, repeat_ms, captured=name != "flex").items():
                 for direction, timing in timings.items():
                     row = Row("windows", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note=kind)
                     writer.add(row)

@@ -149,12 +149,18 @@ def test_explain_on_the_cpu():
     assert "short: cannot: needs a CUDA device" in out
 
 
-@pytest.mark.parametrize(("arch", "chosen"), [("90", "short"), ("70", "sdpa")])
-def test_explain_for_a_gpu_that_is_not_here(arch, chosen):
+@pytest.mark.parametrize(("arch", "dtype", "chosen"), [("90", "bf16", "short"), ("70", "fp16", "sdpa")])
+def test_explain_for_a_gpu_that_is_not_here(arch, dtype, chosen):
+    """In the dtype that is usual there, if none is given."""
     sizes = ("--batch", "1024", "--tq", "64", "--tk", "64")
     out = run("explain", "--arch", arch, *sizes, "--causal", "--lengths", "--dropout", "0.1").stdout
-    assert f"causal lengths dropout=0.1 grad sm_{arch}" in out
+    assert f"{dtype} causal lengths dropout=0.1 grad sm_{arch}" in out
     assert f"-> {chosen}" in out
+
+
+@pytest.mark.parametrize(("arch", "chosen"), [("70", "volta"), ("75", "volta"), ("89", "short"), ("120", "short")])
+def test_explain_of_nothing_but_a_gpu_shows_its_kernel(arch, chosen):
+    assert f"-> {chosen}" in run("explain", "--arch", arch).stdout
 
 
 @pytest.mark.parametrize("op", ["attention", "attention_varlen", "nm_sparse_attention"])

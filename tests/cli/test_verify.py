@@ -255,3 +255,12 @@ def test_a_wrong_gradient_of_the_scores_is_found(monkeypatch, capsys):
     selection = Selection(["gather_torch"], ["length-3"], ["fp32"], "cpu", operations=["dynamic_mask_attention"])
     assert verify.run(selection) == 1
     assert "dynamic_mask_attention gather_torch fp32 length-31: dscores: error" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_names_of_cases_break_between_words():
+    """In 80 columns, where the table has 14 for them."""
+    names = [f"{case.name}: out" for operation in OPERATIONS.values() for case in operation.cases]
+    for name in names:
+        *lines, _ = verify._between_words(name, 80).split("\n")
+        assert all(line.endswith(("-", ":")) for line in lines), name
+        assert verify._between_words(name, 120) == name

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import saccade
+from saccade import native
 from saccade.exact.ragged import token_launches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
@@ -54,3 +55,56 @@ def test_one_graph_serves_every_batch(dtype, dim, causal, window, monkeypatch):
             error = (got.double() - want).norm() / want.norm().clamp(min=1.0)
             assert error < (1e-5 if dtype == torch.float32 else 6e-3), (lengths, error)
             assert (got[sum(lengths) :] == 0).all()
+
+
+@pytest.mark.parametrize("form", ["token tiles", "buckets of lengths"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dim", "kv_heads"), [(32, 4), (40, 2), (64, 4)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_eager_batches(dtype, dim, kv_heads, causal, form, monkeypatch):
+    """Batches of one kind, of which Python runs the first and C++ the others; buckets of lengths stay with Python."""
+    if form != "token tiles":
+        monkeypatch.setattr(token_launches, "MOST_EAGER", 0)
+    launched = []
+    for name in ("forward", "backward"):
+        made = getattr(token_launches, name)
+        monkeypatch.setattr(token_launches, name, lambda *given, made=made, name=name: (launched.append(name), made(*given)))
+    for number, lengths in enumerate(([100, 28, 3], [5] * 20, [64, 64, 64, 128], [1], [33, 0, 90, 0, 128], [17] * 900)):
+        tokens = sum(lengths) + (5 if number % 2 else 0)
+        heads = (4, kv_heads, kv_heads, 4)
+        q, k, v, dout = (torch.randn(tokens, n, dim, device="cuda", dtype=dtype) for n in heads)
+        leaves, ends = [x.requires_grad_() for x in (q, k, v)], ends_of(lengths, len(lengths))
+        longest, grouped = max(lengths), kv_heads != 4
+        options = {"is_causal": causal, "enable_gqa": grouped}
+        out = saccade.attention_varlen(*leaves, ends, ends, longest, longest, backend="ragged", **options)
+        found = (out, *torch.autograd.grad(out, leaves, dout))
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        out = saccade.attention_varlen(*exact, ends, ends, longest, longest, backend="reference", **options)
+        expected = (out, *torch.autograd.grad(out, exact, dout.double()))
+        for got, want in zip(found, expected, strict=True):
+            error = (got.double() - want).norm() / want.norm().clamp(min=1.0)
+            assert error < 6e-3, (lengths, error)
+            assert (got[sum(lengths) :] == 0).all()
+    assert bool(launched) == (form == "token tiles")
+
+
+def test_cpp_replays_token_tiles(monkeypatch):
+    """A batch of another number of tokens and sequences, without Python's launchers."""
+    if native.calls is None:
+        pytest.skip("C++ is not compiled here")
+
+    def made(lengths):
+        torch.manual_seed(0)
+        q, k, v, dout = (torch.randn(sum(lengths), 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        leaves, ends = [x.requires_grad_() for x in (q, k, v)], ends_of(lengths, len(lengths))
+        out = saccade.attention_varlen(*leaves, ends, ends, 128, 128, backend="ragged")
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    lengths = [70, 3, 120, 1, 64] * 7
+    for _ in range(2):
+        expected = made(lengths)
+    made([100, 28, 3])
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(token_launches, name, lambda *given: pytest.fail("Python launches it"))
+    for got, want in zip(made(lengths), expected, strict=True):
+        assert torch.equal(got, want)

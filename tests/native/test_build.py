@@ -271,8 +271,8 @@ SIGNATURE = {
 def test_a_triton_kernel_as_a_launch(monkeypatch):
     monkeypatch.setattr("saccade.native.triton._behind", lambda function, sizes: 2 if sizes == [8, 8, 8, 4, 4, 1] else None)
     found = describe(compiled(SIGNATURE), 9, ((0, 0), (3, 64)), ((4096, 1), -5, 0.5, 32, True))
-    function, grid, threads, shared, slots, values, moved, per_sequence = found
-    assert (moved, per_sequence) == ((), 0)
+    function, grid, threads, shared, slots, values, moved, per_sequence, tile = found
+    assert (moved, per_sequence, tile) == ((), 0, 0)
     assert (function, grid, threads, shared) == (77, (9, 1, 1), 128, 1024)
     assert slots == (0, 3, -1, -1, -1, -1, -1, -1)
     half = int.from_bytes(bytes.fromhex("0000003f") + bytes(4), "little")

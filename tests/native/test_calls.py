@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from saccade.native.build import Build
-from saccade.native.described import Described, Moved
+from saccade.native.described import Described, Moved, Planned
 
 BATCH, HEADS, TIME, DIM = 2, 3, 5, 8
 SCALE = DIM**-0.5
@@ -118,7 +118,9 @@ def remember(memory, tensors, by_python):
     q = tensors[0]
     gradients = [torch.empty_like(x, device="meta") for x in tensors] if q.requires_grad else []
     lse = torch.empty(BATCH, HEADS, TIME)
-    assert memory.remember((*tensors,), q.detach(), lse, [launch_of(FORWARD, (0, 1, 2, 3, 4))], gradients, by_python, PLAIN)
+    assert memory.remember(
+        (*tensors,), q.detach(), lse, Planned([launch_of(FORWARD, (0, 1, 2, 3, 4))]), gradients, by_python, PLAIN
+    )
 
 
 def by_python(*tensors):
@@ -170,7 +172,7 @@ class Plan:
         memory.checked(torch.tensor([1]), 1)
 
 def remember(x, plan):
-    assert memory.remember((x, x, x), x, x[..., 0], [], [], plan, (False, False, False, -1, 1, False, -1))
+    assert memory.remember((x, x, x), x, x[..., 0], ([], (), (), ()), [], plan, (False, False, False, -1, 1, False, -1))
 
 for how in "forget", "replace", "overflow":
     print(how, flush=True)
@@ -222,7 +224,7 @@ def test_options_count_by_value(module, launched):
             (*tensors, *given),
             tensors[0],
             torch.empty(BATCH, HEADS, TIME),
-            [launch_of(FORWARD, (0, 1, 2, 3, 4))],
+            Planned([launch_of(FORWARD, (0, 1, 2, 3, 4))]),
             [],
             None,
             PLAIN,
@@ -291,7 +293,7 @@ def test_gradients(module, launched):
 
     def plan(*given):
         calls.append(given)
-        assert memory.remember_backward(key, given[-1], [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))], (), (), ())
+        assert memory.remember_backward(key, given[-1], Planned([launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))]))
         return by_python(*given)
 
     remember(memory, tensors, plan)
@@ -356,7 +358,7 @@ def test_hooks_of_saved_tensors_may_bring_back_other_strides(module, launched):
     launches = [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))]
 
     def plan(*given):
-        assert memory.remember_backward(key, given[-1], launches, (), (), ())
+        assert memory.remember_backward(key, given[-1], Planned(launches))
         return by_python(*given)
 
     remember(memory, tensors, plan)
@@ -385,9 +387,7 @@ def test_backward_reads_nothing_but_what_forward_saved(module, launched, which, 
     remember(memory, tensors, by_python)
     dout = torch.ones(BATCH, HEADS, TIME, DIM)
     if known:
-        assert memory.remember_backward(
-            memory.key((*tensors,)), dout, [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))], (), (), ()
-        )
+        assert memory.remember_backward(memory.key((*tensors,)), dout, Planned([launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))]))
     packed = []
 
     def unpack(given):
@@ -407,7 +407,7 @@ def test_data_that_was_replaced_by_fewer_rows_is_not_read(module, launched):
     memory, tensors = module.Memory(), inputs()
     remember(memory, tensors, by_python)
     dout = torch.ones(BATCH, HEADS, TIME, DIM)
-    assert memory.remember_backward(memory.key((*tensors,)), dout, [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))], (), (), ())
+    assert memory.remember_backward(memory.key((*tensors,)), dout, Planned([launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))]))
     out = memory.run(*tensors)
     for tensor in tensors:
         tensor.data = torch.randn(1, HEADS, TIME, DIM)
@@ -439,7 +439,7 @@ def test_some_inputs_alone_need_a_gradient(module, launched):
     tensors = [q.detach(), k, v.detach()]
     remember_all = [torch.empty_like(x, device="meta") for x in tensors]
     lse = torch.empty(BATCH, HEADS, TIME)
-    memory.remember((*tensors,), q.detach(), lse, [launch_of(FORWARD, (0, 1, 2, 3, 4))], remember_all, by_python, PLAIN)
+    memory.remember((*tensors,), q.detach(), lse, Planned([launch_of(FORWARD, (0, 1, 2, 3, 4))]), remember_all, by_python, PLAIN)
     out = memory.run(*tensors)
     (found,) = torch.autograd.grad(out.sum(), k)
     assert_close([found], torch.autograd.grad(attend(*tensors).sum(), k))
@@ -489,37 +489,37 @@ def test_wrong_descriptions_are_refused(module):
     plain = launch_of(FORWARD, (0,))
     moved = Moved(0, 0, (2, 8), (16,), (1, 64))
     for launch, said in (
-        ((1, 2), "eight parts"),
+        ((1, 2), "nine parts"),
         (launch_of(FORWARD, (0,) * 97), "at most 96"),
         (plain._replace(moved=(moved,) * 9), "at most 8 tensors"),
         (plain._replace(moved=(moved._replace(strides=()),)), "one stride less"),
     ):
         with pytest.raises(RuntimeError, match=said):
-            memory.remember((*tensors,), tensors[0], tensors[0], [launch], [], None, PLAIN)
+            memory.remember((*tensors,), tensors[0], tensors[0], Planned([launch]), [], None, PLAIN)
     wrong = ((), PLAIN[:5], (*PLAIN[:3], 3, TIME, False, -1), (*PLAIN[:6], 3), (*PLAIN[:5], True, -1))
     for form in wrong:
         with pytest.raises(RuntimeError, match="seven parts"):
-            memory.remember((*tensors,), tensors[0], tensors[0], [plain], [], None, form)
+            memory.remember((*tensors,), tensors[0], tensors[0], Planned([plain]), [], None, form)
 
 
 def test_what_is_no_tensor_is_refused(module):
     memory, (q, k, v) = module.Memory(), inputs(requires_grad=False)
-    launches = [launch_of(FORWARD, (0,))]
+    planned = Planned([launch_of(FORWARD, (0,))])
     for wrong in (None, 3, "out", [q]):
         for given in (
-            (wrong, q, launches, [], None, PLAIN),
-            (q, wrong, launches, [], None, PLAIN),
-            (q, q, launches, [wrong], None, PLAIN),
+            (wrong, q, planned, [], None, PLAIN),
+            (q, wrong, planned, [], None, PLAIN),
+            (q, q, planned, [wrong], None, PLAIN),
         ):
             with pytest.raises(TypeError, match=f"a tensor is expected, not {type(wrong).__name__}"):
                 memory.remember((q, k, v), *given)
         with pytest.raises(TypeError, match="a tensor is expected"):
-            memory.remember_op((q, k, v), [wrong], launches, [], [], [])
+            memory.remember_op((q, k, v), [wrong], planned, [])
     with pytest.raises(TypeError, match="a tensor is expected, not NoneType"):
         memory.remember_torch((q, k, v), 0.0, False, 0.3, False, q, None)
-    assert memory.remember((q, k, v), q, q, launches, [], None, PLAIN)
+    assert memory.remember((q, k, v), q, q, planned, [], None, PLAIN)
     with pytest.raises(TypeError, match="a tensor is expected, not int"):
-        memory.remember_backward(memory.key((q, k, v)), 3, launches, [], [], [])
+        memory.remember_backward(memory.key((q, k, v)), 3, planned)
 
 
 def test_the_copy_engine_is_given_each_address_anew(module, launched):
@@ -537,7 +537,7 @@ def test_the_copy_engine_is_given_each_address_anew(module, launched):
     module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in (function, streams, encoder)))
     moved = (Moved(0, 16, (5, 4, 64), (640, 128), (1, 3, 64)), Moved(3, 0, (5, 4, 32), (640, 128), (1, 3, 32)))
     described = Described(FORWARD, (7, 1, 1), 128, 4096, (1,), (32,), moved)
-    assert memory.remember((*tensors,), tensors[0], torch.empty(BATCH, HEADS, TIME), [described], [], None, PLAIN)
+    assert memory.remember((*tensors,), tensors[0], torch.empty(BATCH, HEADS, TIME), Planned([described]), [], None, PLAIN)
     for given in (tensors, [x + 1 for x in tensors]):
         out = memory.run(*given)
         first, second, pointer = maps[-1]
@@ -558,13 +558,13 @@ def test_backward_is_given_the_output_a_seed_and_scratch_memory(module, launched
         launch = launch_of(BACKWARD, (0, 1, 2, 3, 4, 7, 8, 9))._replace(
             slots=(0, 1, 2, 3, 4, 7, 8, 9, -1, 5, 6, 10, 11), values=(0,) * 8 + (scale(),) + (0,) * 4
         )
-        assert memory.remember_backward(key, given[4], [launch], (64, 128), (), ())
+        assert memory.remember_backward(key, given[4], Planned([launch], (64, 128)))
         return by_python(*given[:5])
 
     gradients = [torch.empty_like(x, device="meta") for x in tensors]
     lse = torch.empty(BATCH, HEADS, TIME)
     forward = Described(FORWARD, (7, 1, 1), 128, 4096, (0, 1, 2, 3, 4, -1, 5), (0, 0, 0, 0, 0, scale(), 0))
-    assert memory.remember((*tensors,), tensors[0].detach(), lse, [forward], gradients, plan, form)
+    assert memory.remember((*tensors,), tensors[0].detach(), lse, Planned([forward]), gradients, plan, form)
     dout = torch.randn(BATCH, HEADS, TIME, DIM)
     expected = torch.autograd.grad(attend(*tensors), tensors, dout)
     torch.manual_seed(9)
@@ -600,7 +600,7 @@ def test_lengths_are_taken_once_python_has_looked_at_them(module, launched):
         call,
         tensors[0],
         torch.empty(BATCH, HEADS, TIME),
-        [launch_of(FORWARD, (0, 1, 2, 4, 5))],
+        Planned([launch_of(FORWARD, (0, 1, 2, 4, 5))]),
         [],
         None,
         (False, False, False, 3, TIME, False, -1),
@@ -653,7 +653,7 @@ def test_long_lengths_and_a_row_of_an_expanded_mask_are_taken(module, launched):
     copied = Described(COPY, (1, 1, 1), 1, 4 * BATCH, (4, 6), (0, 0))
     launches = [launch_of(FORWARD, (0, 1, 2, 5, 6)), copied]
     gradients = [torch.empty_like(x, device="meta") for x in tensors]
-    assert memory.remember(call, tensors[0].detach(), lse, launches, gradients, plan, (*PLAIN[:3], 4, TIME, True, 3))
+    assert memory.remember(call, tensors[0].detach(), lse, Planned(launches), gradients, plan, (*PLAIN[:3], 4, TIME, True, 3))
     assert memory.run(*call) is None
     memory.checked(lengths, TIME)
     out = memory.run(*call)
@@ -682,7 +682,7 @@ def test_ops_return_all_their_results(module, launched):
     memory, tensors = module.Memory(), inputs(requires_grad=False)
     call, empty = (*tensors, None, 0.5, "auto:some backend", "forward"), torch.empty(BATCH, HEADS, TIME)
     assert memory.compute(*call) is None
-    assert memory.remember_op(call, [tensors[0], empty], [launch_of(FORWARD, (0, 1, 2, 3, 4))], (), (), ())
+    assert memory.remember_op(call, [tensors[0], empty], Planned([launch_of(FORWARD, (0, 1, 2, 3, 4))]), ())
     assert memory.compute(*call[:-1], "backward") is None
     assert memory.compute(*call[:-2], "auto:some other", "forward") is None
     for given in (tensors, [x + 1 for x in tensors]):
@@ -691,7 +691,7 @@ def test_ops_return_all_their_results(module, launched):
         assert_close([lse], [(SCALE * (given[0] @ given[1].mT)).logsumexp(-1)])
     dout, leaves = torch.randn_like(out), [x.clone().requires_grad_() for x in tensors]
     back = (dout, None, lse, *tensors, "backward")  # slots: dout, lse, query, key, value, three results, scratch
-    assert memory.remember_op(back, tensors, [launch_of(BACKWARD, (2, 3, 4, 1, 0, 5, 6, 7))], (64,), (), ())
+    assert memory.remember_op(back, tensors, Planned([launch_of(BACKWARD, (2, 3, 4, 1, 0, 5, 6, 7))], (64,)), ())
     assert_close(memory.compute(*back), torch.autograd.grad(attend(*leaves), leaves, dout))
     assert all(not x.requires_grad for x in memory.compute(*back))
 
@@ -710,12 +710,12 @@ def test_shares_of_the_gradient_of_a_bias_are_added_up(module, launched, shape, 
     key = memory.key(call)
 
     def plan(*given):
-        assert memory.remember_backward(key, given[5], launches, (4 * shares.numel(),), (), (groups, TIME, TIME))
+        assert memory.remember_backward(key, given[5], Planned(launches, (4 * shares.numel(),), (), (groups, TIME, TIME)))
         return (*by_python(*given[:3], *given[4:6]), torch.zeros(shape))
 
     gradients = [torch.empty_like(x, device="meta") for x in call]
     lse, forward = torch.empty(BATCH, HEADS, TIME), launch_of(FORWARD, (0, 1, 2, 4, 5))
-    assert memory.remember(call, tensors[0].detach(), lse, [forward], gradients, plan, PLAIN)
+    assert memory.remember(call, tensors[0].detach(), lse, Planned([forward]), gradients, plan, PLAIN)
     dout = torch.randn(BATCH, HEADS, TIME, DIM)
     first = torch.autograd.grad(memory.run(*call), call, dout)
     found = torch.autograd.grad(memory.run(*call), call, dout)

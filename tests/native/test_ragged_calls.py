@@ -16,7 +16,8 @@ import saccade
 from saccade import native
 from saccade.exact import op_replay
 from saccade.exact.ragged import call as ragged_call
-from saccade.exact.ragged import launches
+from saccade.exact.ragged import launches, token_launches
+from saccade.exact.ragged import native as ragged_native
 from saccade.exact.varlen import replay
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
@@ -139,6 +140,63 @@ def test_packed_gradients(seen, lengths, others, options, monkeypatch):
         assert [ours[2] for ours in by_cpp] == [theirs[2] for theirs in by_python]
         assert {"q", "k", "v", "cu", "dq", "dk", "dv", "dout"} <= {value for launch in by_cpp for value in launch[2]}
     assert len(native.calls) == 1
+
+
+@pytest.fixture
+def tokens(seen, monkeypatch):
+    """Token tiles take every call of a kind that they take on a GPU outside of graphs."""
+
+    def takes(call):
+        return call.args.cu_seqlens_q is call.args.cu_seqlens_k and max(call.args.max_q, call.args.max_k) <= 128
+
+    monkeypatch.setattr(ragged_call.RaggedCall, "eager_tokens", property(takes))
+    monkeypatch.setattr(token_launches, "launch_any", launches.launch_any)
+
+
+TOKENS = ("bounds", "forward_tokens", "bounds", "backward_tokens")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "scale": 0.3}], ids=["plain", "causal"])
+def test_token_tiles(seen, tokens, options, packed, monkeypatch):
+    """The bounds of each batch, then the kernel, in both directions, for another number of tokens and of sequences."""
+    make, called = (packed_batch, run_packed) if packed else (batch, run)
+    first = make([5, 9, 1], grad=True)
+    called(seen, first, dout=torch.randn(16, HEADS, DIM).half(), **options)
+    assert len(native.calls) == 1
+    for lengths in ([12, 3, 8, 16], [16] * 40, [1]):
+        other = make(lengths, grad=True)
+        dout = torch.randn(sum(lengths) + 1, HEADS, DIM).half()
+        with monkeypatch.context() as patch:
+            patch.setattr("saccade.exact.varlen.api._prepare", lambda *given: pytest.fail("Python makes the call"))
+            by_cpp = called(seen, other, dout=dout, **options)
+        token_launches._KNOWN.clear()
+        by_python = called(seen, other, by_python=True, dout=dout, **options)
+        assert [function for function, *_ in by_cpp] == [number_of(f"{name}_kernel") for name in TOKENS]
+        if len(by_python) == 3:  # it keeps the bounds from forward to backward
+            by_python.insert(2, by_python[0])
+        for ours, theirs in zip(by_cpp, by_python, strict=True):
+            assert ours[:2] == theirs[:2]
+            assert without_bounds(ours[2]) == without_bounds(theirs[2])
+        assert by_cpp[1][1] == -(-(sum(lengths) + 1) // 64) * HEADS
+    assert len(native.calls) == 1
+
+
+def without_bounds(values):
+    """C++ gives the memory of the bounds back at once, so that a result may have had its address."""
+    at = (1,) if isinstance(values[2], int) else (3, 4)  # of `bounds_kernel`, and of the others: its stand-in for bits too
+    return ["bounds" if i in at else v for i, v in enumerate(values)]
+
+
+def test_more_tokens_than_token_tiles_take(seen, tokens, monkeypatch):
+    for module in (token_launches, ragged_native):
+        monkeypatch.setattr(module, "MOST_EAGER", 64 * HEADS * DIM)
+    run(seen, batch([5, 9, 1]))
+    ends = torch.tensor([0, 16, 32, 48], dtype=torch.int32)
+    for rows, made in ((64, True), (65, False)):
+        q, k, v = (torch.zeros(rows, HEADS, DIM).half() for _ in range(3))
+        call = (16, 16, q, k, v, ends, ends, 0.0, "full", None, False, False, "ragged")
+        assert (native.calls.run_ragged(*call) is not None) == made
 
 
 TILE, LONG = ("forward_tile", "backward_tile"), ("forward_long", "delta", "backward_keys", "backward_queries")

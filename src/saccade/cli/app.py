@@ -129,7 +129,7 @@ def explain(
     tq: Annotated[int, typer.Option(help="Queries.")] = 128,
     tk: Annotated[int | None, typer.Option(help="Keys; --tq by default.")] = None,
     dim: Annotated[int, typer.Option("--dim", "-D", help="Head dim.")] = 64,
-    dtype: Annotated[_Dtype, typer.Option()] = _Dtype.bf16,
+    dtype: Annotated[_Dtype | None, typer.Option(help="bf16 by default; fp16 before sm_80, which has no bf16.")] = None,
     causal: Annotated[
         bool | None,
         typer.Option("--causal/--no-causal", help="Token j is visible to token i if j <= i; the operation's default."),
@@ -162,7 +162,7 @@ def explain(
     from saccade.cli.explain import DescribedCall, answer
 
     call = DescribedCall(
-        op.value, batch, heads, heads if hkv is None else hkv, tq, tq if tk is None else tk, dim, dtype.value, causal, lengths, dropout, mask, bias, bias_grad, grad, lse,
+        op.value, batch, heads, heads if hkv is None else hkv, tq, tq if tk is None else tk, dim, None if dtype is None else dtype.value, causal, lengths, dropout, mask, bias, bias_grad, grad, lse,
         keep, documents, pattern, blocks, sinks, window, dense_first, dense_recent,
     )  # fmt: skip
     print(answer(call, device, arch, as_json))
@@ -181,7 +181,7 @@ def verify(
     every: Annotated[bool, typer.Option("--all", help="In the interpreter, the large cases too.")] = False,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Compare every backend that runs here with the float64 oracle; exit code 1 if one misses its error budget."""
+    """Compare every backend that runs here with the float64 oracle; exit code 1 if one misses its error budget. About a minute on a CPU, some on a GPU."""
     from saccade.cli.verify import Selection, run
 
     dtypes, operations = [x.value for x in dtype or []], [x.value for x in op or []]

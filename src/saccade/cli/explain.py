@@ -28,8 +28,9 @@ from saccade.operations import OPERATIONS
 class DescribedCall:
     """A call in numbers; `mask` and `bias` are shapes written as 1x8x128x128.
 
-    is_causal: None for the default of the operation. keep, documents, sinks: only for `dynamic_mask_attention`. pattern, blocks,
-    dense_first, dense_recent: only for `nm_sparse_attention`. window: as 64,64 or 64,none; for `dynamic_mask_attention` a number of keys.
+    dtype: None for bf16, or fp16 on a GPU whose tensor cores have no bf16. is_causal: None for the default of the operation. keep,
+    documents, sinks: only for `dynamic_mask_attention`. pattern, blocks, dense_first, dense_recent: only for `nm_sparse_attention`.
+    window: as 64,64 or 64,none; for `dynamic_mask_attention` a number of keys.
     """
 
     operation: str = "attention"
@@ -39,7 +40,7 @@ class DescribedCall:
     q_len: int = 1
     kv_len: int = 1
     head_dim: int = 64
-    dtype: str = "bf16"
+    dtype: str | None = None
     is_causal: bool | None = None
     lengths: bool = False
     dropout_p: float = 0.0
@@ -116,11 +117,16 @@ def _problem_on(call: DescribedCall, device: str | None, arch: int | None) -> Pr
         raise InvalidArgument(f"device {device!r} and arch {arch} are both given; arch describes a device that need not be here")
     if not 70 <= arch < 200:
         raise InvalidArgument(f"arch is {arch}; it is a compute capability times ten, 80 for sm_80; allowed are 70 to 199")
+    call = replace(call, dtype=call.dtype or _usual_dtype(arch))
     problem = _placed(problem_of(call, torch.device("cpu")), torch.device("cuda", 0), arch)
     if isinstance(problem, Problem) and replayable(problem):
         # in a program every call but the first is replayed from C++
         problem = replace(problem, host_counts=False)
     return problem
+
+
+def _usual_dtype(arch: int) -> str:
+    return "fp16" if 0 < arch < 80 else "bf16"
 
 
 def problem_of(call: DescribedCall, device: torch.device) -> Problem | DynamicMaskProblem:
@@ -134,7 +140,7 @@ def problem_of(call: DescribedCall, device: torch.device) -> Problem | DynamicMa
         _check_size(name, shape)
     if call.bias_grad and call.bias is None:
         raise InvalidArgument("bias_grad is True and no bias is given; give its shape, --bias 1x8x128x128")
-    dtype = dtype_of(call.dtype)
+    dtype = dtype_of(call.dtype or _usual_dtype(arch_of(device)))
     query = torch.empty(call.batch, call.heads, call.q_len, call.head_dim, dtype=dtype, device="meta")
     key = torch.empty(call.batch, call.kv_heads, call.kv_len, call.head_dim, dtype=dtype, device="meta")
     lengths = torch.empty(call.batch, dtype=torch.int32, device="meta") if call.lengths else None

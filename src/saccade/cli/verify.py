@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from saccade.env import interpreting_environment, interpreting_triton
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.operations import OPERATIONS
 
+# of the table: what the column of case names has at least, and what the other columns take
+_LEAST_COLUMNS, _OTHER_COLUMNS = 14, 66
 # slow in the interpreter, where one program takes milliseconds
 _LARGE = "large"
 
@@ -176,7 +179,7 @@ def _report(tallies: Tallies, device: torch.device, seconds: float) -> int:
 
     console = Console()
     for operation in dict.fromkeys(names[0] for names in tallies):
-        console.print(_table(operation, tallies, device))
+        console.print(_table(operation, tallies, device, console.width))
     failures = _failures(tallies)
     for text in failures:
         console.print(text, style="red", markup=False, highlight=False)
@@ -220,17 +223,22 @@ def _exit_code(tallies: Tallies) -> int:
     return 1 if _failures(tallies) or not _any_ran(tallies) else 0
 
 
-def _table(operation: str, tallies: Tallies, device: torch.device):
+def _between_words(name: str, width: int) -> str:
+    """The name of a case in lines that end between its words, in a terminal of `width` columns."""
+    return "\n".join(textwrap.wrap(name, max(_LEAST_COLUMNS, width - _OTHER_COLUMNS)))
+
+
+def _table(operation: str, tallies: Tallies, device: torch.device, width: int):
     from rich.table import Table
 
     table = Table(title=f"{operation} against float64 on {describe(device)}", title_justify="left")
-    for column in ("backend", "dtype", "cases", "declined", "worst error / budget", "where", "verdict"):
+    for column in ("backend", "dtype", "ran", "declined", "worst\nerror /\nbudget", "where", "verdict"):
         # names stay whole in a narrow terminal
-        table.add_column(column, overflow="fold", no_wrap=column in ("backend", "dtype"))
+        table.add_column(column, overflow="fold", no_wrap=column in ("backend", "dtype", "where", "verdict"))
     for (of, backend, dtype), tally in tallies.items():
         if of != operation:
             continue
-        verdict = "[red]wrong[/]" if tally.failures else "[green]ok[/]" if tally.ran else "[dim]cannot run here[/]"
+        verdict = "[red]wrong[/]" if tally.failures else "[green]ok[/]" if tally.ran else "[dim]not here[/]"
         ratio = f"{tally.worst[0]:.2f}" if tally.ran else ""
-        table.add_row(backend, dtype, str(tally.ran), str(tally.declined), ratio, tally.worst[1], verdict)
+        table.add_row(backend, dtype, str(tally.ran), str(tally.declined), ratio, _between_words(tally.worst[1], width), verdict)
     return table

@@ -60,7 +60,7 @@ class Backend:
     rule: Callable[[Any], Rule | None] = lambda problem: None
     describe_launches: Callable[..., Any] | None = None
     describe_backward: Callable[..., Any] | None = None
-    limits: Callable[[Any], tuple[int, int, int]] | None = None
+    limits: Callable[[Any], tuple[int, int, int, bool]] | None = None
     takes_as_it_is: Callable[[Any], bool] = lambda args: False
 
     @property

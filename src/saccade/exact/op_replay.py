@@ -63,7 +63,7 @@ def record(
     if planned is not None:
         limits = () if chosen.limits is None else chosen.limits(args)
         layouts = replay.layouts(results)
-        native.calls.remember_op(call, layouts, planned.launches, planned.scratch, planned.per_query, limits)
+        native.calls.remember_op(call, layouts, planned, limits)
         return
     if len(_REFUSED) >= 4096:  # only a stream of ever new shapes gets here
         _REFUSED.clear()

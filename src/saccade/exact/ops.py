@@ -24,7 +24,6 @@ from saccade.engine.tracing import eager, register
 from saccade.exact import op_replay
 from saccade.exact.op_replay import OpReplay
 from saccade.launch.cache import LaunchCache
-from saccade.native.described import Planned
 
 _BEFORE = ("dout", "dlse", "out", "lse")  # what ops of backward take first
 
@@ -197,8 +196,7 @@ class Ops:
     def _record_forward(self, backend: str, args: Any, call: Any, results: Any) -> None:
         chosen, planned = self.by_name[backend.rpartition(":")[2]], None
         if chosen.describe_launches is not None and op_replay.ran(chosen, *self.shapes(args)):
-            launches = chosen.describe_launches(args, *results, self.replay_forward.places(call))
-            planned = None if launches is None else Planned(launches)
+            planned = chosen.describe_launches(args, *results, self.replay_forward.places(call))
         op_replay.record(self.replay_forward, call, results, chosen, args, planned)
 
     def _record_backward(self, backend: str, args: Any, call: Any, given: tuple, results: Any) -> None:

@@ -75,7 +75,7 @@ class Backward(NamedTuple):
             places = self._places(names, qkv, into, bias_grad)
             planned = chosen.describe_backward(args, folded, out, lse, tuple(gradients), places)
             if planned is not None:
-                native.calls.remember_backward(self.key, dout, *planned)
+                native.calls.remember_backward(self.key, dout, planned)
         rows = self.unfold(tuple(gradients)) if into is None else (into,)
         return rows if dbias is None else (*rows, dbias.view(tensors["bias"].shape))
 

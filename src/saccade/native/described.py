@@ -22,7 +22,7 @@ def in_one_tensor(places: dict[str, Place]) -> bool:
 
 class Free(NamedTuple):
     """A number of a ragged call that changes from batch to batch, in place of a number: tokens of q and of k, sequences, the longest of q and of k,
-    16 times the sequences."""
+    16 times the sequences, and the halvings of the sequences that leave none."""
 
     number: int
 
@@ -32,7 +32,7 @@ class Free(NamedTuple):
         return -2 - self.number
 
 
-QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES = map(Free, range(6))
+QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES, HALVINGS = map(Free, range(7))
 
 
 class Moved(NamedTuple):
@@ -49,7 +49,8 @@ class Moved(NamedTuple):
 class Described(NamedTuple):
     """One launch. The kernel takes the moved tensors first, then an argument for each slot and value (see `Place`, and `Free` for slots below -1).
 
-    per_sequence: of a ragged call, as many blocks times its sequences are enough; 0 where the grid says how many.
+    per_sequence: of a ragged call, as many blocks times its sequences are enough; 0 if the grid says how many.
+    tile: of a ragged call, the grid is of each `tile` tokens of q; 0 if it is of the whole call.
     """
 
     function: int
@@ -60,10 +61,11 @@ class Described(NamedTuple):
     values: tuple[int, ...]
     moved: tuple[Moved, ...] = ()
     per_sequence: int = 0
+    tile: int = 0
 
 
 class Planned(NamedTuple):
-    """The launches of a backward call.
+    """The launches of a call in one direction.
 
     scratch: bytes of each piece of memory that they share; the pieces take the slots behind all others. per_query: of a ragged call, the bytes
         that come to them for each token of q. shares: (groups, Tq, Tk) where the launches leave float32 shares of the gradient of a bias in the

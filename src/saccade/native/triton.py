@@ -14,11 +14,13 @@ _FORMATS = {
 }  # fmt: skip
 
 
-def describe(compiled: Any, programs: int, places: tuple[Place, ...], static: tuple, per_sequence: int = 0) -> Described | None:
+def describe(
+    compiled: Any, programs: int, places: tuple[Place, ...], static: tuple, per_sequence: int = 0, tile: int = 0
+) -> Described | None:
     """The launch of a kernel; None for a kernel that needs more than a plain one.
 
     places: of each tensor argument, in order. static: the arguments after the tensors. per_sequence: see `Described`, of which `programs` are the
-        most then.
+        most then. tile: see `Described`.
     """
     metadata = compiled.metadata
     special = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
@@ -48,7 +50,7 @@ def describe(compiled: Any, programs: int, places: tuple[Place, ...], static: tu
     slots += [-1] * behind
     values += [0] * behind
     return Described(
-        compiled.function, (programs, 1, 1), 32 * metadata.num_warps, metadata.shared, tuple(slots), tuple(values), (), per_sequence
+        compiled.function, (programs, 1, 1), 32 * metadata.num_warps, metadata.shared, tuple(slots), tuple(values), (), per_sequence, tile
     )  # fmt: skip
 
 

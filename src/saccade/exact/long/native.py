@@ -7,20 +7,21 @@ from torch import Tensor
 from saccade.exact.args import AttentionArgs
 from saccade.exact.long import launchers, sm90
 from saccade.native import cuda
-from saccade.native.described import Described, Moved, Place, Planned, in_one_tensor, places_of
+from saccade.native.described import Moved, Place, Planned, in_one_tensor, places_of
 
 Places = dict[str, Place]
 NULL: Place = (-1, 0)
 
 
-def describe_forward(args: AttentionArgs, out: Tensor, lse: Tensor, places: Places) -> list[Described] | None:
+def describe_forward(args: AttentionArgs, out: Tensor, lse: Tensor, places: Places) -> Planned | None:
     """The launch of a forward call that was made; None where it is not remembered, because tensors had to be copied, and under a mask, of which
     another kernel makes bits."""
     plan = launchers.known_forward(args)
     if plan is None or args.mask is not None:
         return None
     pointers = (*_offsets(places), places["out"], places["lse"], *_free(plan), *places_of(places, "seed"))
-    return _listed(cuda.describe(plan.launch, _moved(plan, places, "query", "key", "value", "out"), pointers))
+    found = cuda.describe(plan.launch, _moved(plan, places, "query", "key", "value", "out"), pointers)
+    return None if found is None else Planned([found])
 
 
 def describe_backward(
@@ -37,12 +38,8 @@ def describe_backward(
     written = (places["dquery"], places["dkey"], places["dvalue"])
     pointers = (*_offsets(places), places["lse"], NULL, delta, parked, *written, *_free(plan), *places_of(places, "seed"))
     moved = _moved(plan, places, "query", "key", "value", "dout", "out")
-    found = _listed(cuda.describe(plan.launch, moved, pointers))
-    return None if found is None else Planned(found, (4 * lse.numel(), 4 * plan.parked))
-
-
-def _listed(found: Described | None) -> list[Described] | None:
-    return None if found is None else [found]
+    found = cuda.describe(plan.launch, moved, pointers)
+    return None if found is None else Planned([found], (4 * lse.numel(), 4 * plan.parked))
 
 
 def _offsets(places: Places) -> tuple[Place, ...]:

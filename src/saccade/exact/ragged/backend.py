@@ -9,7 +9,16 @@ import torch
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.rule import Rule, square, table, taken
 from saccade.engine.window import shown_window
-from saccade.exact.ragged.config import FASTER_IN_CHUNKS, MAX_HEAD_DIM, TILES, fits, tile_config, token_config
+from saccade.exact.ragged.config import (
+    FASTER_IN_CHUNKS,
+    MAX_HEAD_DIM,
+    MOST_EAGER,
+    TILES,
+    fits,
+    in_token_tiles,
+    tile_config,
+    token_config,
+)
 from saccade.launch.requirements import triton_reasons
 from saccade.launch.triton import pow2
 
@@ -48,9 +57,19 @@ _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 
 def _describe(problem: VarlenProblem) -> str:
-    """The shapes of a batch of more than one launch, or of the token tiles of a window."""
+    """The shapes of token tiles, if they take such a call, and of a batch of more than one launch."""
     if problem.window is not None:
         return _describe_tokens(problem)
+    block, size, longest = _block(problem.head_dim), problem.dtype.itemsize, max(problem.max_q, problem.max_k)
+    buckets = _describe_buckets(problem)
+    plain = problem.same_lengths and problem.bias is None and not problem.dropout_p
+    if problem.device_type != "cuda" or not in_token_tiles(size, block, longest, plain):
+        return buckets
+    most = MOST_EAGER // (problem.heads * block)
+    return f"up to {most:,} tokens {_describe_tokens(problem)}; beyond, {buckets}"
+
+
+def _describe_buckets(problem: VarlenProblem) -> str:
     block, size = _block(problem.head_dim), problem.dtype.itemsize
     longest, featured = max(problem.max_q, problem.max_k), problem.bias is not None or problem.dropout_p > 0
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
@@ -134,7 +153,7 @@ def _describe_backward(*call: Any) -> Any:
     return describe_backward(*call)
 
 
-def _limits(args: Any) -> tuple[int, int, int]:
+def _limits(args: Any) -> tuple[int, int, int, bool]:
     from saccade.exact.ragged.native import limits
 
     return limits(args)

@@ -12,8 +12,8 @@ from saccade.exact.long import sm90
 from saccade.exact.long.choice import kind_of
 from saccade.exact.long.config import Sm90Config
 from saccade.exact.ragged import choice
-from saccade.exact.ragged.config import FASTER_IN_CHUNKS, TILES, LongConfig, TileConfig, fits, small_tile
-from saccade.exact.ragged.plan import every_sequence, plan_of
+from saccade.exact.ragged.config import FASTER_IN_CHUNKS, TILES, LongConfig, TileConfig, fits, in_token_tiles, small_tile
+from saccade.exact.ragged.plan import MOST_AT_ONCE, every_sequence, plan_of
 from saccade.exact.ragged.sm80 import Sm80Config
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
@@ -80,6 +80,14 @@ class RaggedCall:
         self.featured = args.bias is not None or args.seed is not None
 
     @property
+    def eager_tokens(self) -> bool:
+        """Whether the call is of a kind that token tiles compute outside of CUDA graphs, up to MOST_EAGER numbers."""
+        args = self.args
+        packed = not self.dense and args.cu_seqlens_q is args.cu_seqlens_k and self.total_q == self.total_k
+        taken = in_token_tiles(self.size, self.block_d, max(args.max_q, args.max_k), args.bias is None and args.seed is None)
+        return taken and packed and args.query.is_cuda and self.sequences <= MOST_AT_ONCE
+
+    @property
     def varying(self) -> tuple[int, ...]:
         return self.total_q, self.total_k, self.sequences, self.lse_stride, self.args.max_q, self.args.max_k
 
@@ -113,6 +121,8 @@ class RaggedCall:
         longest = max(self.args.max_q, self.args.max_k)
         captured = self.args.query.is_cuda and torch.cuda.is_current_stream_capturing()
         most = ONE_PADDED if captured or self.args.bias is not None else ONE_LAUNCH
+        if self.eager_tokens and not captured:
+            return None
         if self.sequences * self.heads * longest * self.block_d > most:
             return None
         every = every_sequence(self.args.cu_seqlens_q, self.sequences)

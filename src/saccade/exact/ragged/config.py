@@ -113,6 +113,16 @@ def long_config(direction: str, block_d: int, element_size: int, arch: int) -> L
     return _LONG_CONFIGS[direction][max(block_d, 32)]
 
 
+# Numbers (tokens x heads x D, D a power of two) up to which token tiles are one launch each way outside of CUDA graphs, where six launches from
+# Python for the buckets of lengths take longer than C++ takes for two.
+MOST_EAGER = 2**25
+
+
+def in_token_tiles(element_size: int, block_d: int, longest: int, plain: bool) -> bool:
+    """Whether token tiles take packed self-attention outside of CUDA graphs, up to MOST_EAGER numbers. plain: it has neither a bias nor dropout."""
+    return plain and element_size == 2 and block_d <= TOKENS_MAX_DIM and longest <= TILES[-1]
+
+
 class TokenConfig(NamedTuple):
     """tile: tokens of a program. step: tokens beside them at a time."""
 

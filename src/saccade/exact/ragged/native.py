@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from saccade.exact.long import sm90
 from saccade.exact.ragged import call as calls
-from saccade.exact.ragged import launches
+from saccade.exact.ragged import launches, token_launches
 from saccade.exact.ragged.call import Bucket, RaggedCall
+from saccade.exact.ragged.config import MOST_EAGER
 from saccade.exact.ragged.launchers import backward_by_cuda, forward_by_cuda
 from saccade.exact.ragged.launches import Launch
 from saccade.exact.ragged.plan import MOST_AT_ONCE
+from saccade.exact.ragged.token_launches import TokenLaunch
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.launch.triton import compiled_any, pow2
 from saccade.native import cuda, triton
 from saccade.native.described import (
+    HALVINGS,
     KEYS,
     LONGEST_K,
     LONGEST_Q,
@@ -34,6 +38,7 @@ from saccade.native.described import (
 
 Places = dict[str, Place]
 NULL: Place = (-1, 0)
+_BOUNDS = 12  # bytes of the bounds of a token
 # what takes the place of `RaggedCall.varying`
 _VARYING = (QUERIES, KEYS, SEQUENCES, QUERIES, LONGEST_Q, LONGEST_K)
 # and of `sm90.Plan.free`
@@ -42,10 +47,12 @@ _FREE: tuple[Place, ...] = (
 )  # fmt: skip
 
 
-def limits(args: VarlenArgs) -> tuple[int, int, int]:
-    """(width, most, most sequences): a batch is one launch while sequences times its longest times width are at most `most`."""
+def limits(args: VarlenArgs) -> tuple[int, int, int, bool]:
+    """(width, most, most sequences, by tokens): a batch is one launch while its rows times width are at most `most`. Rows are its tokens, or those
+    of all sequences padded to the longest."""
     call = RaggedCall(args)
-    return call.heads * call.block_d, calls.ONE_LAUNCH, MOST_AT_ONCE
+    by_tokens = call.eager_tokens
+    return call.heads * call.block_d, MOST_EAGER if by_tokens else calls.ONE_LAUNCH, MOST_AT_ONCE, by_tokens
 
 
 class _Known(NamedTuple):
@@ -85,6 +92,25 @@ class _Known(NamedTuple):
         return tuple([self.place(x) for x in (args.cu_seqlens_q, args.cu_seqlens_k, bucket.members, bucket.count)])
 
 
+def _describe_tokens(
+    args: VarlenArgs, others: dict[str, Tensor], places: Places, launch_of: Callable[[RaggedCall, Tensor], TokenLaunch]
+) -> Planned | None:
+    """Token tiles: the bounds of a batch are found in scratch memory first."""
+    bounds = args.cu_seqlens_q.new_empty(0)  # stands for it: it starts at a multiple of 16 bytes as well
+    call, named = RaggedCall(args), args._asdict() | others | {"scratch": bounds}
+    known = [(named[name], place) for name, place in places.items() if isinstance(named.get(name), Tensor)]
+    found = []
+    for launch in (token_launches.find_bounds(args.cu_seqlens_q, call.total_q, bounds), launch_of(call, bounds)):
+        compiled = compiled_any(launch.kernel, launch.tensors, launch.numbers, num_warps=launch.warps)
+        if compiled is None:
+            return None
+        where = tuple([next(place for tensor, place in known if tensor is x) for x in launch.tensors])
+        varying = (QUERIES, SEQUENCES, HALVINGS, 0, 0, 0)[: len(launch.varying)]
+        found.append(triton.describe(compiled, launch.programs, where, (*varying, *launch.numbers), tile=launch.tile))
+    described = _all(found)
+    return None if described is None else Planned(described, (0,), (_BOUNDS,))
+
+
 def _known(args: VarlenArgs, others: dict[str, Tensor], places: Places) -> tuple[RaggedCall, RaggedCall, _Known] | None:
     """The call, the same call with the longest lengths of its kind, which C++ tells apart by the next power of two, and its tensors; None where there
     is more than one launch of sequences."""
@@ -103,8 +129,19 @@ def _all(found: list[Described | None]) -> list[Described] | None:
     return None if any(x is None for x in found) else found  # type: ignore[return-value]
 
 
-def describe_forward(args: VarlenArgs, out: Tensor, lse: Tensor, places: Places) -> list[Described] | None:
+def describe_forward(args: VarlenArgs, out: Tensor, lse: Tensor, places: Places) -> Planned | None:
     """The launches of a forward call that was made; None if C++ cannot replay them."""
+    if token_launches.takes(RaggedCall(args)):
+        return _describe_tokens(args, {"out": out, "lse": lse}, places, partial(_forward_tokens, out, lse))
+    launches = _describe_forward(args, out, lse, places)
+    return None if launches is None else Planned(launches)
+
+
+def _forward_tokens(out: Tensor, lse: Tensor, call: RaggedCall, bounds: Tensor) -> TokenLaunch:
+    return token_launches.forward_launch(call, bounds, bounds, 0, out, lse)
+
+
+def _describe_forward(args: VarlenArgs, out: Tensor, lse: Tensor, places: Places) -> list[Described] | None:
     found = _known(args, {"out": out, "lse": lse}, places)
     if found is None:
         return None
@@ -120,12 +157,21 @@ def describe_forward(args: VarlenArgs, out: Tensor, lse: Tensor, places: Places)
     return _all([made, known.described(launches.clearing(widest, out))])
 
 
+def _backward_tokens(
+    dout: Tensor, out: Tensor, lse: Tensor, gradients: launches.Gradients, call: RaggedCall, bounds: Tensor
+) -> TokenLaunch:
+    return token_launches.backward_launch(call, bounds, bounds, 0, dout, None, out, lse, gradients)
+
+
 def describe_backward(
     args: VarlenArgs, dout: Tensor, out: Tensor | None, lse: Tensor, gradients: launches.Gradients, places: Places
 ) -> Planned | None:
     """The launches of a backward call that was made; None as in `describe_forward`."""
     given = {"dout": dout, "lse": lse} | ({} if out is None else {"out": out})
-    pair = _known(args, given | dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True)), places)
+    given |= dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True))
+    if out is not None and token_launches.takes(RaggedCall(args)):
+        return _describe_tokens(args, given, places, partial(_backward_tokens, dout, out, lse, gradients))
+    pair = _known(args, given, places)
     if pair is None:
         return None
     call, widest, known = pair

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from saccade.engine.calls import values_known
 from saccade.engine.window import NO_LIMIT
 from saccade.exact.args import AttentionArgs
 from saccade.exact.ragged.call import RaggedCall
-from saccade.exact.ragged.config import TOKENS_MAX_DIM, token_config
+from saccade.exact.ragged.config import MOST_EAGER, TOKENS_MAX_DIM, token_config
 from saccade.exact.ragged.launches import Gradients
 from saccade.exact.ragged.token_dropout import survivors_kernel
 from saccade.exact.ragged.tokens import backward_tokens_kernel, bounds_kernel, forward_tokens_kernel
@@ -29,16 +30,17 @@ _MAX_KNOWN = 16
 
 
 def takes(call: RaggedCall) -> bool:
-    """Whether token tiles compute a call: packed self-attention without a bias, while a CUDA graph is captured or with a window. Other eager calls
-    stay with the launches that C++ replays."""
+    """Whether token tiles compute a call: packed self-attention without a bias. Outside of CUDA graphs and without a window it is as `RaggedCall.eager_tokens`
+    says."""
     args = call.args
     if has_window(args):
         return True
     if call.dense or args.cu_seqlens_q is not args.cu_seqlens_k or args.bias is not None or call.block_d > TOKENS_MAX_DIM:
         return False
-    if call.total_q != call.total_k or call.total_q * call.heads * call.block_d > MOST_NUMBERS:
-        return False
-    return capture_id(args.query.device) != 0
+    numbers = call.total_q * call.heads * call.block_d
+    if not capture_id(args.query.device):
+        return call.eager_tokens and numbers <= MOST_EAGER
+    return call.total_q == call.total_k and numbers <= MOST_NUMBERS
 
 
 # (id of cu_seqlens, capture) -> (the tensor, its version, bounds)
@@ -59,12 +61,32 @@ def bounds_of(cu: Tensor, total: int) -> Tensor:
     return _KNOWN.remember(key, (weakref.ref(cu, lambda _: _KNOWN.pop(key, None)), version, _find(cu, total)))[2]
 
 
+class TokenLaunch(NamedTuple):
+    """A launch of `programs` for each `tile` tokens."""
+
+    kernel: Any
+    tile: int
+    programs: int
+    tensors: tuple[Tensor, ...]
+    varying: tuple[int, ...]
+    numbers: tuple
+    warps: int
+
+    def run(self, total: int) -> None:
+        programs = -(-total // self.tile) * self.programs
+        launch_any(self.kernel, programs, self.tensors, self.varying, self.numbers, num_warps=self.warps)
+
+
 def _find(cu: Tensor, total: int) -> Tensor:
-    sequences = cu.shape[0] - 1
     bounds = torch.empty((3, total), dtype=torch.int32, device=cu.device)
-    numbers = (total, sequences, sequences.bit_length())
-    launch_any(bounds_kernel, -(-total // _BLOCK), (cu, bounds), numbers, (_BLOCK,), num_warps=4)
+    find_bounds(cu, total, bounds).run(total)
     return bounds
+
+
+def find_bounds(cu: Tensor, total: int, bounds: Tensor) -> TokenLaunch:
+    """The launch that fills `bounds`."""
+    sequences = cu.shape[0] - 1
+    return TokenLaunch(bounds_kernel, _BLOCK, 1, (cu, bounds), (total, sequences, sequences.bit_length()), (_BLOCK,), 4)
 
 
 def _heads(*tensors: Tensor) -> tuple[int, ...]:
@@ -85,8 +107,10 @@ def _varying(call: RaggedCall, words: int) -> tuple[int, ...]:
 
 
 def _window(call: RaggedCall) -> tuple[int, int]:
-    """(left, right), at most all tokens."""
+    """(left, right), at most all tokens; 0 without a window, when nobody reads them."""
     args = call.args
+    if not has_window(args):
+        return 0, 0
     left, right = (call.total_q if end == NO_LIMIT else min(end, call.total_q) for end in (args.window_left, args.window_right))
     return left, 0 if _causal(args) else right
 
@@ -121,26 +145,36 @@ def _survivors(call: RaggedCall, bounds: Tensor) -> tuple[Tensor, int]:
 
 def forward(call: RaggedCall, out: Tensor, lse: Tensor) -> None:
     """out and lse of all tokens."""
+    bounds = bounds_of(call.args.cu_seqlens_q, call.total_q)
+    forward_launch(call, bounds, *_survivors(call, bounds), out, lse).run(call.total_q)
+
+
+def forward_launch(call: RaggedCall, bounds: Tensor, bits: Tensor, words: int, out: Tensor, lse: Tensor) -> TokenLaunch:
+    """bits, words: of `_survivors`."""
     args, config = call.args, token_config("fwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
-    bounds = bounds_of(args.cu_seqlens_q, call.total_q)
-    bits, words = _survivors(call, bounds)
     tensors = (query, key, value, bits, bounds, out, lse)
     numbers = (
         _heads(query, key, value, out), call.head_dim, args.scale, args.dropout_p, _rows(query, key, value, out), call.heads, call.group,
         config.tile, config.step, call.block_d, _alignment(args), has_window(args), args.seed is not None, call.masks_dims, config.stages,
         call.precision,
     )  # fmt: skip
-    programs = -(-call.total_q // config.tile) * call.heads
-    launch_any(forward_tokens_kernel, programs, tensors, _varying(call, words), numbers, num_warps=config.warps)
+    return TokenLaunch(forward_tokens_kernel, config.tile, call.heads, tensors, _varying(call, words), numbers, config.warps)
 
 
 def backward(call: RaggedCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients) -> None:
     """Every gradient of all tokens."""
+    bounds = bounds_of(call.args.cu_seqlens_q, call.total_q)
+    backward_launch(call, bounds, *_survivors(call, bounds), dout, dlse, out, lse, gradients).run(call.total_q)
+
+
+def backward_launch(
+    call: RaggedCall, bounds: Tensor, bits: Tensor, words: int, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
+    gradients: Gradients,
+) -> TokenLaunch:  # fmt: skip
+    """bits, words: of `_survivors`."""
     args, config = call.args, token_config("bwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
-    bounds = bounds_of(args.cu_seqlens_q, call.total_q)
-    bits, words = _survivors(call, bounds)
     strided = (query, key, value, dout, out, *gradients)
     tensors = (query, key, value, bits, bounds, dout, out, lse, lse if dlse is None else dlse, *gradients)
     owners = call.heads // call.group
@@ -148,5 +182,4 @@ def backward(call: RaggedCall, dout: Tensor, dlse: Tensor | None, out: Tensor, l
         _heads(*strided), call.head_dim, args.scale, args.dropout_p, _rows(*strided), owners, call.group, config.tile, config.step,
         call.block_d, _alignment(args), has_window(args), args.seed is not None, dlse is not None, call.masks_dims, call.precision,
     )  # fmt: skip
-    programs = -(-call.total_q // config.tile) * owners
-    launch_any(backward_tokens_kernel, programs, tensors, _varying(call, words), numbers, num_warps=config.warps)
+    return TokenLaunch(backward_tokens_kernel, config.tile, owners, tensors, _varying(call, words), numbers, config.warps)

@@ -13,10 +13,10 @@ from saccade.native.described import Described, Moved, Place, Planned, in_one_te
 Places = dict[str, Place]
 
 
-def describe_forward(args: AttentionArgs, out: Tensor, lse: Tensor, places: Places) -> list[Described] | None:
+def describe_forward(args: AttentionArgs, out: Tensor, lse: Tensor, places: Places) -> Planned | None:
     """The launch of a forward call that was made; None unless it is a plain one."""
     found = _described(args.launches and args.launches.get(("forward", aligned(args), None)), FORWARD_TENSORS, places)
-    return None if found is None else [found]
+    return None if found is None else Planned([found])
 
 
 def describe_backward(

@@ -80,7 +80,7 @@ OPS = Ops(
     "attention_varlen", ("Varlen", "VarlenPacked"), VarlenArgs, BACKENDS, TOKENS,
     attend=attend, pairs=_pairs, shapes=_shapes, needs_out=True,
     replays=(
-        _replay_of("forward", (), ("backend",), ("out", "lse"), _forward_layouts),
+        _replay_of("forward", (), ("backend",), ("out", "lse", "scratch"), _forward_layouts),
         _replay_of(
             "backward", ("dout", "dlse", "out", "lse"), ("bias_grad", "backend"), ("dquery", "dkey", "dvalue", "none", "scratch"),
             _backward_layouts,

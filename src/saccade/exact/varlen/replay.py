@@ -52,9 +52,9 @@ def record(prepared: Prepared, call: tuple, args: VarlenArgs, out: Tensor, lse: 
     if prepared.launches.get(layout) is not None:
         return
     names = _INPUTS if qkv is None else ("qkv", "cu_seqlens")
-    places = slots((*names, "out", "lse", *["seed"] * (args.seed is not None)), 0 if qkv is None else third_of(qkv))
-    launches = chosen.describe_launches(args, out, lse, places)
-    if launches is None:
+    places = slots((*names, "out", "lse", *["seed"] * (args.seed is not None), "scratch"), 0 if qkv is None else third_of(qkv))
+    planned = chosen.describe_launches(args, out, lse, places)
+    if planned is None:
         return
     prepared.launches.remember(layout, True)
     differentiable = (args[:3] if qkv is None else (qkv,)) if prepared.problem.needs_grad else ()
@@ -63,4 +63,4 @@ def record(prepared: Prepared, call: tuple, args: VarlenArgs, out: Tensor, lse: 
         OPS, prepared, native.calls.key(call), names, args.seed is not None, numbers_of(OPS, args), ("max_q", "max_k")
     )
     form = (chosen.saves_output, args.seed is not None, *chosen.limits(args))
-    native.calls.remember_ragged(call, out, lse, launches, empty, backward, form)
+    native.calls.remember_ragged(call, out, lse, planned, empty, backward, form)

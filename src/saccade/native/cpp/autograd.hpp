@@ -147,8 +147,7 @@ struct Backward : Node {
             tensors.push_back(found.back());
         }
         const size_t first_piece = tensors.size();
-        for (size_t i = 0; i < planned->scratch.size(); ++i)
-            tensors.push_back(at::empty({planned->bytes(i, ragged)}, at::TensorOptions().dtype(at::kByte).device(device)));
+        planned->allocate(tensors, ragged, device);
         std::vector<int64_t> addresses;
         for (const Tensor& tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
         void* stream = stream_of(device);

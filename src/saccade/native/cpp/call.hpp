@@ -62,7 +62,7 @@ void describe(Key& key, const Tensor& tensor, bool ragged = false) {
     for (int64_t stride : tensor.strides()) key.push_back(stride);
 }
 
-// The launches of a backward call, and the bytes of each piece of memory that they share.
+// The launches of a call in one direction, and the bytes of each piece of memory that they share.
 struct Planned {
     std::vector<Launch> launches;
     std::vector<int64_t> scratch, per_query;
@@ -70,6 +70,10 @@ struct Planned {
 
     int64_t bytes(size_t piece, const Ragged& ragged) const {
         return scratch[piece] + (per_query.empty() ? 0 : per_query[piece] * ragged.numbers[Ragged::QUERIES]);
+    }
+    void allocate(std::vector<Tensor>& into, const Ragged& ragged, const at::Device& device) const {
+        for (size_t i = 0; i < scratch.size(); ++i)
+            into.push_back(at::empty({bytes(i, ragged)}, at::TensorOptions().dtype(at::kByte).device(device)));
     }
 };
 
@@ -80,7 +84,7 @@ struct RecordedCall {
     Tensor seen, hidden;  // the values that a boolean mask becomes for torch: 0 and -inf
     int inputs = 0, differentiable = 0;
     Layout out, lse;
-    std::vector<Launch> forward;
+    Planned forward;
     std::vector<Layout> gradients;
     bool transposed = false;  // out, and so its gradient, is [B, T, H, D]
     bool saves_out = false;   // backward needs it
@@ -90,22 +94,25 @@ struct RecordedCall {
     bool wide = false;        // they are copied to contiguous int32
     int expanded = -1;        // which input is a boolean mask that was expanded over the queries, of which one row is taken
     bool ragged = false;      // packed tokens [T, H, D]: layouts hold for any number of tokens and sequences
-    int64_t width = 0, most = 0, most_sequences = 0;  // of a ragged call: sequences times the longest times width are at most `most`
+    int64_t width = 0, most = 0, most_sequences = 0;  // of a ragged call: its numbers, padded to the longest, are at most `most`
+    bool by_tokens = false;   // .. or those of its tokens alone
     std::vector<Layout> results;  // of a call of an op, which is below autograd: all that it returns
     Planned op;                   // and its launches
 
-    // numbers: width, most and most_sequences of a ragged call
+    // numbers: width, most, most_sequences and by_tokens of a ragged call
     void limit(const std::vector<int64_t>& numbers) {
         if (numbers.empty()) return;
-        TORCH_CHECK(numbers.size() == 3, "a ragged call has three limits");
+        TORCH_CHECK(numbers.size() == 4, "a ragged call has four limits");
         ragged = true;
         width = numbers[0];
         most = numbers[1];
         most_sequences = numbers[2];
+        by_tokens = numbers[3];
     }
     bool fits(const Ragged& given) const {
         const int64_t sequences = given.numbers[Ragged::SEQUENCES];
-        return !ragged || (sequences <= most_sequences && sequences * given.longest() * width <= most);
+        const int64_t rows = by_tokens ? given.numbers[Ragged::QUERIES] : sequences * given.longest();
+        return !ragged || (sequences <= most_sequences && rows * width <= most);
     }
 
     // puts what is launched in the place of what was given; `converted` holds it

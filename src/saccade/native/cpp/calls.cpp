@@ -42,9 +42,12 @@ Tensor run_ours(const std::shared_ptr<RecordedCall>& call, const std::vector<con
     addresses.push_back(reinterpret_cast<int64_t>(out.const_data_ptr()));
     addresses.push_back(reinterpret_cast<int64_t>(lse.const_data_ptr()));
     if (seed.defined()) addresses.push_back(reinterpret_cast<int64_t>(seed.const_data_ptr()));
+    std::vector<Tensor> scratch;
+    call->forward.allocate(scratch, ragged, device);
+    for (const Tensor& piece : scratch) addresses.push_back(reinterpret_cast<int64_t>(piece.const_data_ptr()));
     if (device.is_cuda()) driver.make_current(device.index());
     void* stream = stream_of(device);
-    for (const Launch& launch : call->forward) launch.enqueue(addresses, ragged, stream);
+    for (const Launch& launch : call->forward.launches) launch.enqueue(addresses, ragged, stream);
     if (!records) return out;
     auto node = make_node<Backward>();
     node->call = call;
@@ -112,8 +115,7 @@ PyObject* memory_compute(Memory* self, PyObject* const* arguments, Py_ssize_t co
     std::vector<int64_t> addresses;
     for (const Tensor* tensor : given) addresses.push_back(reinterpret_cast<int64_t>(tensor->const_data_ptr()));
     for (const Layout& layout : call->results) allocated.push_back(layout.allocate(ragged, device));
-    for (size_t i = 0; i < call->op.scratch.size(); ++i)
-        allocated.push_back(at::empty({call->op.bytes(i, ragged)}, at::TensorOptions().dtype(at::kByte).device(device)));
+    call->op.allocate(allocated, ragged, device);
     for (const Tensor& tensor : allocated) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
     if (device.is_cuda()) driver.make_current(device.index());
     void* stream = stream_of(device);
@@ -152,13 +154,13 @@ void store(Memory* self, const Key& key, std::shared_ptr<RecordedCall> call) {
     (*self->calls)[key].swap(call);
 }
 
-// A call as `remember` and `remember_ragged` are told of it: its tensors; behind the call itself out, lse, launches, gradients, plan_backward.
+// A call as `remember` and `remember_ragged` are told of it: its tensors; behind the call itself out, lse, the plan of forward, gradients, plan_backward.
 std::shared_ptr<RecordedCall> described(const std::vector<const Tensor*>& tensors, PyObject* const* arguments) {
     auto call = std::make_shared<RecordedCall>();
     call->inputs = static_cast<int>(tensors.size());
     call->out = layout_of(arguments[1]);
     call->lse = layout_of(arguments[2]);
-    call->forward = launches_of(arguments[3]);
+    call->forward = planned_of(arguments[3]);
     THPObjectPtr gradients(PySequence_Fast(arguments[4], "gradients is a sequence of tensors"));
     if (!gradients) throw python_error();
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(gradients.get()); ++i)
@@ -169,7 +171,7 @@ std::shared_ptr<RecordedCall> described(const std::vector<const Tensor*>& tensor
     return call;
 }
 
-// remember(call, out, lse, launches, gradients, plan_backward, form): False if C++ cannot replay this call. form: whether out is transposed,
+// remember(call, out, lse, planned, gradients, plan_backward, form): False if C++ cannot replay this call. form: whether out is transposed,
 // whether backward needs it, whether a seed is drawn, the input that holds lengths or -1, the most that they may be, whether they are copied to
 // int32, and the input that is an expanded boolean mask or -1.
 PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
@@ -194,11 +196,11 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     END_HANDLE_TH_ERRORS
 }
 
-// remember_op(call, results, launches, scratch, per_query, limits): for `compute`; the results take the slots after the tensors of the call, then
-// comes scratch memory. For packed tokens a result is (a tensor of its dtype, its sizes), and limits are width, most and most_sequences of `RecordedCall`.
+// remember_op(call, results, planned, limits): for `compute`; the results take the slots after the tensors of the call, then
+// comes scratch memory. For packed tokens a result is (a tensor of its dtype, its sizes), and limits are width, most, most_sequences and by_tokens of `RecordedCall`.
 PyObject* memory_remember_op(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 6, "remember_op takes six arguments, the call first");
+    TORCH_CHECK(count == 4, "remember_op takes four arguments, the call first");
     std::vector<const Tensor*> tensors;
     Key key;
     if (!read_tuple(arguments[0], tensors, key)) Py_RETURN_FALSE;
@@ -207,16 +209,15 @@ PyObject* memory_remember_op(Memory* self, PyObject* const* arguments, Py_ssize_
     if (!results) throw python_error();
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(results.get()); ++i)
         call->results.push_back(result_of(PySequence_Fast_GET_ITEM(results.get(), i)));
-    call->op = {launches_of(arguments[2]), numbers(arguments[3]), numbers(arguments[4]), {}};
-    TORCH_CHECK(call->op.per_query.empty() || call->op.per_query.size() == call->op.scratch.size(), "scratch and per_query are of the same pieces");
-    call->limit(numbers(arguments[5]));
+    call->op = planned_of(arguments[2]);
+    call->limit(numbers(arguments[3]));
     store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
 }
 
-// remember_ragged(call, out, lse, launches, gradients, plan_backward, form): the same for packed tokens; the call begins with the longest of q and
-// of k. form: whether backward needs out, whether a seed is drawn, and width, most and most_sequences of `RecordedCall`.
+// remember_ragged(call, out, lse, planned, gradients, plan_backward, form): the same for packed tokens; the call begins with the longest of q and
+// of k. form: whether backward needs out, whether a seed is drawn, and width, most, most_sequences and by_tokens of `RecordedCall`.
 PyObject* memory_remember_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 7, "remember_ragged takes seven arguments, the call first");
@@ -225,10 +226,10 @@ PyObject* memory_remember_ragged(Memory* self, PyObject* const* arguments, Py_ss
     if (!read_tuple(arguments[0], tensors, key)) Py_RETURN_FALSE;
     std::shared_ptr<RecordedCall> call = described(tensors, arguments);
     auto form = numbers(arguments[6]);
-    TORCH_CHECK(form.size() == 5, "a ragged form has five parts: saves_out, draws_seed, width, most, most_sequences");
+    TORCH_CHECK(form.size() == 6, "a ragged form has six parts: saves_out, draws_seed, width, most, most_sequences, by_tokens");
     call->saves_out = form[0];
     call->draws_seed = form[1];
-    call->limit({form[2], form[3], form[4]});
+    call->limit({form[2], form[3], form[4], form[5]});
     store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
@@ -259,18 +260,16 @@ PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssi
     END_HANDLE_TH_ERRORS
 }
 
-// remember_backward(key, dout, launches, scratch, per_query, shares): for gradients with the layout of this one; False where the call was forgotten
+// remember_backward(key, dout, planned): for gradients with the layout of this one; False where the call was forgotten
 PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 6, "remember_backward takes a key, an incoming gradient, launches, the bytes of scratch memory in two lists, and shares");
+    TORCH_CHECK(count == 3, "remember_backward takes a key, an incoming gradient and a plan");
     Key gradient;
     auto found = self->calls->find(numbers(arguments[0]));
     if (found == self->calls->end()) Py_RETURN_FALSE;
     const std::shared_ptr<RecordedCall> call = found->second;
     describe(gradient, tensor_of(arguments[1]), call->ragged);
-    Planned planned{launches_of(arguments[2]), numbers(arguments[3]), numbers(arguments[4]), numbers(arguments[5])};
-    TORCH_CHECK(planned.shares.empty() || (planned.shares.size() == 3 && !planned.scratch.empty()), "shares are (groups, Tq, Tk) of a piece of scratch memory");
-    TORCH_CHECK(planned.per_query.empty() || planned.per_query.size() == planned.scratch.size(), "scratch and per_query are of the same pieces");
+    Planned planned = planned_of(arguments[2]);
     std::lock_guard<std::mutex> lock(call->mutex);
     // never replaces existing launches: another thread may be launching them
     if (call->backward.size() < 64) call->backward.try_emplace(std::move(gradient), std::move(planned));
@@ -354,11 +353,11 @@ PyMethodDef memory_methods[] = {
     {"run", FAST(memory_run), METH_FASTCALL, "run(*call): the output of a call that is remembered, None of any other. A call is tensors and options in their order."},
     {"run_ragged", FAST(memory_run_ragged), METH_FASTCALL, "run_ragged(longest_q, longest_k, *call): the same for packed tokens, of any number."},
     {"compute", FAST(memory_compute), METH_FASTCALL, "compute(*call): the results of an op, None of a call that is not remembered."},
-    {"remember_op", FAST(memory_remember_op), METH_FASTCALL, "remember_op(call, results, launches, scratch, per_query, limits)"},
-    {"remember_ragged", FAST(memory_remember_ragged), METH_FASTCALL, "remember_ragged(call, out, lse, launches, gradients, plan_backward, form)"},
-    {"remember", FAST(memory_remember), METH_FASTCALL, "remember(call, out, lse, launches, gradients, plan_backward, form)"},
+    {"remember_op", FAST(memory_remember_op), METH_FASTCALL, "remember_op(call, results, planned, limits)"},
+    {"remember_ragged", FAST(memory_remember_ragged), METH_FASTCALL, "remember_ragged(call, out, lse, planned, gradients, plan_backward, form)"},
+    {"remember", FAST(memory_remember), METH_FASTCALL, "remember(call, out, lse, planned, gradients, plan_backward, form)"},
     {"remember_torch", FAST(memory_remember_torch), METH_FASTCALL, "remember_torch(call, dropout, is_causal, scale, grouped, seen, hidden)"},
-    {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, dout, launches, scratch, per_query, shares)"},
+    {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, dout, planned)"},
     {"key", reinterpret_cast<PyCFunction>(memory_key), METH_O, "key(call): the numbers under which it is remembered."},
     {"checked", FAST(memory_checked), METH_FASTCALL, "checked(lengths, keys): the values of this tensor lie in 0..keys."},
     {"forget", reinterpret_cast<PyCFunction>(memory_forget), METH_NOARGS, "Forget every call."},

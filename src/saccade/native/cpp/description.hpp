@@ -51,9 +51,9 @@ Moved moved_of(PyObject* described) {
     return moved;
 }
 
-// (function, (grid x, y, z), threads, shared bytes, (slots), (values), (moved tensors), blocks per sequence or 0)
+// (function, (grid x, y, z), threads, shared bytes, (slots), (values), (moved tensors), blocks per sequence or 0, tokens of a tile or 0)
 Launch launch_of(PyObject* described) {
-    TORCH_CHECK(PyTuple_Check(described) && PyTuple_GET_SIZE(described) == 8, "a launch has eight parts");
+    TORCH_CHECK(PyTuple_Check(described) && PyTuple_GET_SIZE(described) == 9, "a launch has nine parts");
     Launch launch;
     launch.function = PyLong_AsVoidPtr(PyTuple_GET_ITEM(described, 0));
     auto grid = numbers(PyTuple_GET_ITEM(described, 1));
@@ -69,6 +69,7 @@ Launch launch_of(PyObject* described) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(maps); ++i) launch.moved.push_back(moved_of(PyTuple_GET_ITEM(maps, i)));
     TORCH_CHECK(launch.moved.empty() || driver.encode, "the driver has no tensor maps");
     launch.per_sequence = PyLong_AsLongLong(PyTuple_GET_ITEM(described, 7));
+    launch.tile = PyLong_AsLongLong(PyTuple_GET_ITEM(described, 8));
     for (const Argument& argument : launch.arguments) TORCH_CHECK(argument.slot >= -1 - Ragged::COUNT, "there is no number ", -2 - argument.slot);
     return launch;
 }
@@ -80,6 +81,16 @@ std::vector<Launch> launches_of(PyObject* sequence) {
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast.get()); ++i)
         found.push_back(launch_of(PySequence_Fast_GET_ITEM(fast.get(), i)));
     return found;
+}
+
+// ([launches], (bytes of each piece of scratch memory), (bytes for each token of q), (groups, Tq, Tk) or ())
+Planned planned_of(PyObject* described) {
+    TORCH_CHECK(PyTuple_Check(described) && PyTuple_GET_SIZE(described) == 4, "a plan has four parts");
+    Planned planned{launches_of(PyTuple_GET_ITEM(described, 0)), numbers(PyTuple_GET_ITEM(described, 1)), numbers(PyTuple_GET_ITEM(described, 2)),
+                    numbers(PyTuple_GET_ITEM(described, 3))};
+    TORCH_CHECK(planned.shares.empty() || (planned.shares.size() == 3 && !planned.scratch.empty()), "shares are (groups, Tq, Tk) of a piece of scratch memory");
+    TORCH_CHECK(planned.per_query.empty() || planned.per_query.size() == planned.scratch.size(), "scratch and per_query are of the same pieces");
+    return planned;
 }
 
 }  // namespace

@@ -41,7 +41,7 @@ struct Driver {
 
 // The numbers of a ragged call that change from batch to batch, in the order of `saccade.native.described.Free`.
 struct Ragged {
-    enum { QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES, COUNT };
+    enum { QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES, HALVINGS, COUNT };
     int64_t numbers[COUNT] = {};
 
     // a size, or the number for which it stands
@@ -83,8 +83,10 @@ struct Launch {
     std::vector<Argument> arguments;
     std::vector<Moved> moved;
     int64_t per_sequence = 0;  // of a ragged call: no more blocks than this times its sequences
+    int64_t tile = 0;          // of a ragged call: the blocks are of each `tile` tokens of q
 
     unsigned blocks(const Ragged& ragged) const {
+        if (tile) return static_cast<unsigned>(grid[0] * ((ragged.numbers[Ragged::QUERIES] + tile - 1) / tile));
         if (!per_sequence) return grid[0];
         return static_cast<unsigned>(std::max<int64_t>(1, std::min<int64_t>(grid[0], per_sequence * ragged.numbers[Ragged::SEQUENCES])));
     }

@@ -137,6 +137,7 @@ bool read_ragged(PyObject* const* arguments, Py_ssize_t count, std::vector<const
         ragged.numbers[i] = found[i];
     }
     ragged.numbers[Ragged::ROWS_OF_16_BYTES] = 16 * sequences;
+    for (int64_t left = sequences; left; left /= 2) ++ragged.numbers[Ragged::HALVINGS];
     int64_t tile = 16;
     while (tile < ragged.longest()) tile *= 2;
     key.push_back(tile);
