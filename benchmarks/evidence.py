@@ -338,7 +338,7 @@ def figures() -> dict[str, list[str]]:
             *published("short_full", "seq_len"),
             *short("h100/short_full", packed=True),
             *listing(),
-        ],  # fmt: skip
+        ],
         "h100/short_pooling.csv": [*short("h100/short_pooling"), *published("short_pooling", "kv_len")],
         "predictions/volta.csv": predictions(),
         "predictions/volta_peer_rows.csv": predicted_peer(),

@@ -87,7 +87,7 @@ def _too_small(problem: Problem) -> Rule | None:
     return Rule(
         f"the time of {direction} of {problems:,} problems is host time, of which torch's function needs less below {fewest:,} (B * H); "
         "under CUDA graphs and torch.compile these kernels are chosen",
-        table("short_overhead", square(32, 64, 8), card="h100"),
+        table("short_overhead", square(32, 64, 8)),
     )
 
 
