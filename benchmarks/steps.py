@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def _errors_of_peers() -> tuple[type[Exception], ...]:
-    """What FlashAttention-4 raises for a grid that CUDA refuses, where it is installed."""
+    """The error of FlashAttention-4 for a grid that CUDA refuses, if it is installed."""
     try:
         from cutlass.cutlass_dsl.tvm_ffi_provider import CUDADialectError
     except ImportError:
