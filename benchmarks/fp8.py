@@ -1,6 +1,6 @@
 """Attention in 8 bits as others have it: cuDNN's FP8 forward through its graph interface, and SageAttention's INT8 scores in Triton.
 
-Who accepts an approximation chooses between these and pruning, so `nm_fp8` times them with their errors. Both are optional packages
+A user who accepts an approximation chooses between these and pruning, so `nm_fp8` times them with their errors. Both are optional packages
 (`nvidia-cudnn-frontend`, `sageattention`); a peer that is not installed is left out.
 """
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from fp8 import E4M3_MAX, eight_bits, quantised  # noqa: E402
-from tables import nm_fp8  # noqa: E402
+from fp8 import E4M3_MAX, eight_bits, quantised
+from tables import nm_fp8
 
 
 def test_numbers_of_eight_bits():
