@@ -62,6 +62,14 @@ class _Stream:
         pass
 
 
+class _Event:
+    def record(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+
 @contextlib.contextmanager
 def _nothing(*given, **options):
     yield
@@ -73,6 +81,7 @@ def install(monkeypatch):
     cuda = {
         "CUDAGraph": Graph,
         "Stream": _Stream,
+        "Event": _Event,
         "graph": lambda graph, **options: _Capture(graph),
         "stream": _nothing,
         "current_stream": lambda device=None: stream,

@@ -7,12 +7,15 @@ import warnings
 
 import pytest
 import torch
+from encoders_made import made
+from encoders_made import padded as encoder_batch
 from graphs_made import Graph, install
 from images_made import made_tower, pixels
 from padded_made import made_padded
 from torch import nn
 
 import saccade
+from saccade.encoders import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
 
@@ -57,7 +60,7 @@ def _replaced(model):
 
 def _part(model):
     old = _square(model)
-    found = nn.Linear(old.in_features, old.out_features)
+    found = nn.Linear(old.in_features, old.out_features, dtype=old.weight.dtype)
     found.load_state_dict({name: 1.5 * x for name, x in old.state_dict().items()})
     parent = next(m for m in model.modules() if old in m.children())
     setattr(parent, next(name for name, x in parent.named_children() if x is old), found)
@@ -212,3 +215,80 @@ def test_padding_on_the_left_and_empty_rows_are_not_widened(captures, lengths):
         for _ in range(3):
             ours(input_ids=torch.randint(5, 30, mask.shape).where(mask.bool(), torch.tensor(1)), attention_mask=mask)
             assert "a row starts with a masked token" in one.last
+
+
+def _attention(module, query, key, value, attention_mask, **options):
+    """Attention of packed tokens whose operations do not depend on lengths, as those of the reference on a CPU do."""
+    ends, rows = options["cu_seq_lens_q"], torch.arange(query.shape[2])
+    sequence = torch.bucketize(rows, ends[1:], right=True)
+    seen = sequence[:, None] == sequence[None, :]
+    out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=options.get("scaling"))
+    return out.transpose(1, 2), None
+
+
+@pytest.fixture
+def packed(captures, monkeypatch):
+    """(a packed encoder that has replayed its graph, its twin, what serves it, a batch)."""
+    monkeypatch.setattr(attention, "attention_forward", _attention)
+    ours, theirs = (m.eval() for m in made("bert"))
+    one = saccade.optimize(ours, fuse=False).served[0]
+    ids, mask = encoder_batch((5, 9, 3), 0)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    for _ in range(3):
+        same_tokens(ours, theirs, batch)
+    assert one.last == "captured: 17 tokens in a graph of 64"
+    return ours, theirs, one, batch
+
+
+def same_tokens(ours, theirs, batch):
+    real = batch["attention_mask"].bool()
+    with torch.no_grad():
+        got, want = ours(**batch), theirs(**batch)
+    assert list(got) == list(want)
+    torch.testing.assert_close(got[0][real], want[0][real], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["parameter", "data", "part"])
+def test_a_packed_encoder_is_captured_anew(packed, change):
+    ours, theirs, one, batch = packed
+    graphs = len(one.graphs)
+    for model in (ours, theirs):
+        NEW_GRAPH[change](model)
+    for _ in range(2):
+        same_tokens(ours, theirs, batch)
+    assert len(one.graphs) == graphs + 1
+
+
+def test_a_packed_encoder_follows_hooks_config_and_pooler(packed):
+    ours, theirs, one, batch = packed
+    seen = []
+    handle = _layer(ours).register_forward_hook(lambda *given: seen.append(1))
+    same_tokens(ours, theirs, batch)
+    assert (seen, one.last) == ([1], "unpadded: a module inside of it has a hook, which a replay would not call")
+    handle.remove()
+    same_tokens(ours, theirs, batch)
+    assert one.last.startswith("captured")
+    ours.config.return_dict = False
+    with torch.no_grad():
+        assert isinstance(ours(**batch), tuple)
+    ours.config.return_dict = True
+    ours.pooler = None
+    with torch.no_grad():
+        assert list(ours(**batch)) == ["last_hidden_state"]
+    ours.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        ours(**batch)
+    assert one.last == "stock: its attention is 'sdpa' now"
+
+
+def test_a_limit_of_the_config_that_has_risen_is_no_error(packed):
+    ours, _, one, batch = packed
+    with torch.no_grad():
+        ours.config.max_position_embeddings = 8
+        with pytest.raises(saccade.InvalidArgument, match="end at 8"):
+            ours(**batch)
+        ours(**{name: x[:, :8] for name, x in batch.items()})
+        ours.config.max_position_embeddings = 40
+        ours(**batch)
+    assert one.last.startswith("captured")

@@ -27,11 +27,16 @@ class Gpu:
         self.gradients: dict[tuple, Any] = {}
         self.limit = int(torch.cuda.mem_get_info(device)[0] * served.share)
 
-    def hidden(self, batch: Packed, state: int) -> tuple[Tensor, Tensor | None]:
-        """The padded rows of a batch, and what was pooled of them, if anything was."""
-        served = self.served
+    def hidden(self, batch: Packed, state: int, early: bool = False) -> tuple[Tensor, Tensor | None] | None:
+        """The padded rows of a batch, and what was pooled of them, if anything was.
+
+        early: the state is read once the graph is launched. None if it has changed then, or if there is no graph yet.
+        """
+        served, size = self.served, size_of(batch.tokens, batch.shape[0], batch.longest, self.served.most)
         trains = torch.is_grad_enabled() and bool(served.state.parameters)
-        graph = self.graph(state, size_of(batch.tokens, batch.shape[0], batch.longest, served.most), trains)
+        graph = self.known(state, size) if early else self.graph(state, size, trains)
+        if graph is None and early:
+            return None
         if graph is None:
             served.last = f"unpadded: {served.failed or 'every captured forward waits for its backward'}"
             return served._eager(batch, self.device), None
@@ -39,6 +44,8 @@ class Gpu:
         stream = self.turns.take(self.device)
         if not trains:
             rows, *pooled = graph(batch, stream)
+            if early and served.has_changed():
+                return None
             padded = unpack(rows[: batch.tokens], graph.inputs.places(batch.tokens), batch.shape)
             return padded, pooled[0][: batch.shape[0]].clone() if pooled else None
         rows = graph(batch, stream, served.state.parameters)[0][: batch.tokens]

@@ -33,7 +33,8 @@ class Inputs:
         length = 4 * capacity + (capacity + 2) // 2
         with torch.inference_mode(False):
             self.memory = torch.zeros(length, dtype=torch.int64, device=device)
-            self.pinned = [torch.zeros(length, dtype=torch.int64, device="cpu", pin_memory=True) for _ in range(2)]
+            pins = device.type == "cuda"
+            self.pinned = [torch.zeros(length, dtype=torch.int64, device="cpu", pin_memory=pins) for _ in range(2)]
             self.numbers, self.ends = self._parts(self.memory)
         self.host = [tuple([x.numpy() for x in self._parts(memory)]) for memory in self.pinned]
         self.sent = [torch.cuda.Event(), torch.cuda.Event()]

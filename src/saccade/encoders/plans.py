@@ -1,4 +1,4 @@
-"""Kept between calls of a captured tower: how calls of one signature run, and how their outputs are built."""
+"""Kept between calls of a captured model: how calls of one signature run, facts about the model, and how outputs are built."""
 
 from __future__ import annotations
 
@@ -25,6 +25,24 @@ class Plan(NamedTuple):
     size: tuple[int, Any] = (0, ())
     trains: bool = False
     is_tuple: bool = False
+
+
+class Changed(Exception):
+    """The model has changed since the last call, or the graph of a call is still to be captured: the call is made anew."""
+
+
+class Facts(NamedTuple):
+    """The facts about a model and its config that calls need, read anew when they may have changed.
+
+    reason: why every call runs as stock; empty if nothing speaks against packing. longest: positions, None if there is no end. reads_first: whether
+    the first column of a batch is read behind the encoder. pooler: what is applied to the padded last layer.
+    """
+
+    reason: str
+    longest: int | None
+    reads_first: bool
+    return_dict: bool
+    pooler: Any
 
 
 def signature(given: dict[str, Any], ignored: str) -> tuple | None:

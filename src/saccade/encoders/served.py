@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from saccade.encoders.capacity import Size, size_of
 from saccade.encoders.captured import Inside, running
 from saccade.encoders.fused import Fusion
 from saccade.encoders.packing import Given, Packed, pack, packed_on_host, pieces_of, unpack
-from saccade.encoders.plans import Build, builder
+from saccade.encoders.plans import Build, Changed, Facts, builder
 from saccade.encoders.pooling import Pool, keep
 from saccade.engine.calls import read_later
 from saccade.engine.switch import REASON, is_disabled
@@ -36,20 +36,6 @@ class Unfit(RuntimeError):
     """A model whose forward does not run as its family says."""
 
 
-class Facts(NamedTuple):
-    """The facts about a model and its config that calls need, read anew when they may have changed.
-
-    reason: why every call runs as stock; empty if nothing speaks against packing. longest: positions, None if there is no end. reads_first: whether
-    the first column of a batch is read behind the encoder. pooler: what is applied to the padded last layer.
-    """
-
-    reason: str
-    longest: int | None
-    reads_first: bool
-    return_dict: bool
-    pooler: Any
-
-
 class Served(Encoder):
     """A base model of transformers whose forward packs its batch. share: of the memory that was free, which graphs may hold. has_head: another model
     reads its output."""
@@ -67,6 +53,10 @@ class Served(Encoder):
         self.unfit = ""  # why nothing is packed
         self.output_type: Any = None
         self._builds: dict[int, Build] = {}  # of the output, by the number of its tensors
+        self._settled, self._number = (
+            -1,
+            0,
+        )  # the changes of the state at which calls run from graphs, and the number of the state
         self._facts: Facts | None = None
         self._changes = -1  # of the state for which facts were read
         self.pool: Pool | None = None  # what a graph puts out besides its rows
@@ -85,14 +75,20 @@ class Served(Encoder):
             self.last = f"stock: {reason}"
             return self.stock(*args, **kwargs)
         with self.lock:
-            state = self.current_state()
+            early, state = self._begun()
             if self.facts.reason:
                 self.last = f"stock: {self.facts.reason}"
                 return self.stock(*args, **kwargs)
-            batch, used = self._pack(given)
-            waiting = read_later(used) if isinstance(used, Tensor) else None
             try:
-                padded = None if used is True or batch.tokens == 0 else self._hidden(batch, state, given.get("attention_mask"))
+                batch, used = self._pack(given)
+                waiting = read_later(used) if isinstance(used, Tensor) else None
+                padded = (
+                    None if used is True or batch.tokens == 0 else self._hidden(batch, state, given.get("attention_mask"), early)
+                )
+            except (Changed, InvalidArgument) as error:
+                if isinstance(error, InvalidArgument) and not (early and self.has_changed()):
+                    raise
+                return self(*args, **kwargs)
             except Unfit as error:
                 self.unfit = str(error)
                 self.say(f"{self.unfit}; it runs as stock")
@@ -110,10 +106,16 @@ class Served(Encoder):
         if self._read((), given)[1]:
             return None
         with self.lock:
-            state = self.current_state()
+            pieces = pieces_of(given)
+            early, state = self._begun(len(pieces) == 1)
             if not base.has_graphs(self.state.tensors[0].device) or self.facts.reason or self.state.watched or self.failed:
                 return None
-            parts = [self._pooled(part, state) for part in pieces_of(given)]
+            try:
+                parts = [self._pooled(part, state, early) for part in pieces]
+            except (Changed, InvalidArgument) as error:
+                if isinstance(error, InvalidArgument) and not (early and self.has_changed()):
+                    raise
+                return self.pooled(given)
         if None in parts:
             return None
         if len(parts) == 1:
@@ -121,13 +123,13 @@ class Served(Encoder):
         padded, embeddings = zip(*parts, strict=True)  # type: ignore[arg-type]
         return torch.cat(padded), torch.cat(embeddings)
 
-    def _pooled(self, given: dict[str, Any], state: int) -> tuple[Tensor, Tensor] | None:
+    def _pooled(self, given: dict[str, Any], state: int, early: bool) -> tuple[Tensor, Tensor] | None:
         batch, used = self._pack(given)
         waiting = read_later(used) if isinstance(used, Tensor) else None
         if used is True or batch.tokens == 0:
             return None
         try:
-            padded, pooled = self._graphs_on(self.state.tensors[0].device).hidden(batch, state)
+            padded, pooled = self._replayed(batch, state, early)
         except Unfit:  # which the call of the modules finds again, and says
             return None
         return None if pooled is None or (waiting is not None and waiting()) else (padded, pooled)
@@ -220,13 +222,35 @@ class Served(Encoder):
             )
         return batch, used
 
-    def _hidden(self, batch: Packed, state: int, mask: Tensor | None) -> Tensor:
+    def _begun(self, may_be_early: bool = True) -> tuple[bool, int]:
+        """(whether the state is still to be read, its number as far as it is known). A graph takes longer than to read the state, so it is launched
+        first where the call is one that has run before, and nobody wants a gradient."""
+        settled = may_be_early and self._settled == self.state.changes and not self.failed and not torch.is_grad_enabled()
+        if settled and self.state.may_hold():
+            return True, self._number
+        self._number = self.current_state()
+        self._settled = self.state.changes if base.has_graphs(self.state.tensors[0].device) else -1
+        return False, self._number
+
+    def has_changed(self) -> bool:
+        """Whether the model is no longer the one that the last call met."""
+        self.state.read()
+        return self._settled != self.state.changes
+
+    def _replayed(self, batch: Packed, state: int, early: bool) -> tuple[Tensor, Tensor | None]:
+        found = self._graphs_on(self.state.tensors[0].device).hidden(batch, state, early)
+        if found is None:
+            self._settled = -1
+            raise Changed
+        return found
+
+    def _hidden(self, batch: Packed, state: int, mask: Tensor | None, early: bool) -> Tensor:
         """The last layer, padded."""
         device, watched = self.state.tensors[0].device, self.state.watched
         if not base.has_graphs(device) or watched or self.failed:
             self.last = f"unpadded{f': {watched or self.failed}' if base.has_graphs(device) else ''}"
             return self._eager(batch, device)
-        padded, pooled = self._graphs_on(device).hidden(batch, state)
+        padded, pooled = self._replayed(batch, state, early)
         if pooled is not None:
             keep(padded, mask, pooled)
         return padded
