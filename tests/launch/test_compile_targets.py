@@ -481,8 +481,7 @@ def score_rows(arch: int) -> list[dict]:
         values = make(shape, dtype=getattr(torch, dtype))
         weight = make(heads, shape[2] if len(shape) == 3 else shape[1] * shape[3], dtype=values.dtype)
         slopes, bias = make(heads), make(heads) if has_bias else None
-        scores, products = launchers.forward(values, weight, slopes, bias, "exp", True)
-        launchers.backward(scores, products, values, weight, slopes, "exp")
+        launchers.backward(*launchers.forward(values, weight, slopes, bias, "exp", True), values, weight)
         name = "scores-float32" if dtype == "float32" else "scores"
         for recorder in recorders:
             rows += list(recorder.rows(name, arch))

@@ -82,7 +82,7 @@ def layer_scores(values: Tensor, projection: nn.Module, A: Tensor, form: str = "
         return dynamic_mask_scores(values, projection.weight, A, bias=projection.bias, form=form, backend=backend)  # type: ignore[arg-type]
     if values.dim() == 4:
         values = values.transpose(1, 2).flatten(2)
-    return reference.formed(projection(values), A, form)
+    return reference.formed(projection(values).transpose(1, 2), A, form)
 
 
 def _is_plain(projection: nn.Module, values: Tensor, A: Tensor) -> bool:
@@ -114,10 +114,14 @@ def _check(values: Any, weight: Any, A: Any, bias: Any) -> None:
     heads, width = weight.shape
     own = values.shape[2] if values.dim() == 3 else values.shape[1] * values.shape[3]
     if own != width:
-        raise InvalidArgument(f"values {list(values.shape)} have {own} numbers a token, weight {list(weight.shape)} {width} columns; they must agree")
+        raise InvalidArgument(
+            f"values {list(values.shape)} have {own} numbers a token, weight {list(weight.shape)} {width} columns; they must agree"
+        )
     for name in ("A", "bias") if bias is not None else ("A",):
         if tuple(given[name].shape) != (heads,):
-            raise InvalidArgument(f"{name} has shape {list(given[name].shape)}; it must be [{heads}], for weight {list(weight.shape)}")
+            raise InvalidArgument(
+                f"{name} has shape {list(given[name].shape)}; it must be [{heads}], for weight {list(weight.shape)}"
+            )
 
 
 def _why_not(values: Tensor, weight: Tensor) -> list[str]:

@@ -1,7 +1,9 @@
 """The kernels of `dynamic_mask_scores`. They import Triton, so whoever launches them imports them late.
 
-Both are bound by memory: 2 * Hkv multiplications of a value take far less time than its bytes. Forward reads each value once. Backward reads it
-once and writes its gradient once, as the products z that forward saved spare it a first pass over whole rows.
+Both are bound by memory: the products of a value with Hkv heads take far less time than its bytes. Forward reads each value once. Backward reads
+it once and writes its gradient once. It makes no product z again, which would take a pass over whole rows before the first gradient; forward saves
+the derivatives of the scores, 8 * Hkv bytes a token where its values have 2 * Hkv * D. They are saved and not z, since each chunk of a row needs
+them, and exponentials for each chunk would take a quarter of the time of the bytes (computed from instruction counts, not measured).
 """
 
 import triton
@@ -47,11 +49,14 @@ def _softplus(z):
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def scores_kernel(
-    values, weight, slopes, bias, scores, products, tokens, tiles, stride_b, stride_s, stride_g,
+    values, weight, factors, bias, scores, derivatives, tokens, tiles, stride_b, stride_s, stride_g,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, EXP: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """scores, products `[B, HEADS, S]` of values `[B, S, GROUPS, WIDTH]`; a program owns BLOCK_S tokens of a batch row, `tiles` of them a row."""
+    """scores `[B, HEADS, S]` of values `[B, S, GROUPS, WIDTH]`, and derivatives `[2, B, HEADS, S]` of them, by z and by A (here factors).
+
+    A program owns BLOCK_S tokens of a batch row; `tiles` programs share a row.
+    """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     s = (tl.program_id(0) % tiles) * BLOCK_S + tl.arange(0, BLOCK_S)
     h, e = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_E)
@@ -68,15 +73,19 @@ def scores_kernel(
         z = tl.dot(x, w, z, input_precision="ieee")
     if HAS_BIAS:
         z += tl.load(bias + h, mask=h < HEADS, other=0.0).to(tl.float32)[None, :]
-    steps, _ = _softplus(z)
-    found = tl.load(slopes + h, mask=h < HEADS, other=0.0).to(tl.float32)[None, :] * steps
+    steps, rise = _softplus(z)
+    factor = tl.load(factors + h, mask=h < HEADS, other=0.0).to(tl.float32)[None, :]
+    found, by_factor = factor * steps, steps
+    by_z = factor * rise
     if EXP:
         found = _exp(found)
+        by_z, by_factor = by_z * found, by_factor * found
     place = (row * HEADS + h.to(tl.int64)[None, :]) * tokens + s[:, None]
     real = (s < tokens)[:, None] & (h < HEADS)[None, :]
     tl.store(scores + place, found, mask=real)
     if SAVE:
-        tl.store(products + place, z, mask=real)
+        tl.store(derivatives + place, by_z, mask=real)
+        tl.store(derivatives + place + (tl.num_programs(0) // tiles).to(tl.int64) * HEADS * tokens, by_factor, mask=real)
 
 
 @triton.jit
@@ -93,12 +102,12 @@ def _narrowed(dz, x):
 
 @triton.jit(do_not_specialize=["tokens", "tiles", "all_tiles", "own_tiles"])
 def scores_gradient_kernel(
-    dscores, products, values, weight, slopes, dvalues, dweight, sums, tokens, tiles, all_tiles, own_tiles,
+    dscores, derivatives, values, weight, dvalues, dweight, sums, tokens, tiles, all_tiles, own_tiles,
     stride_b, stride_s, stride_g, gradient_b, gradient_s, gradient_g,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, EXP: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dvalues, and the parts of one range of tokens in dweight `[ranges, HEADS, E]` and sums `[ranges, 2, HEADS]` (of the slopes, of the bias).
+    """dvalues, and the parts of one range of tokens in dweight `[ranges, HEADS, E]` and sums `[ranges, 2, HEADS]`, of A and of bias.
 
     A program owns a chunk of E and `own_tiles` tiles of BLOCK_S tokens, which it takes in order; so sums are the same in every run.
     """
@@ -109,22 +118,20 @@ def scores_gradient_kernel(
     column = group * WIDTH + e
     of_weight = (h < HEADS)[:, None] & (e < WIDTH)[None, :]
     w = tl.load(weight + h[:, None] * (GROUPS * WIDTH) + column[None, :], mask=of_weight, other=0.0)  # [BLOCK_H, BLOCK_E]
-    slope = tl.load(slopes + h, mask=h < HEADS, other=0.0).to(tl.float32)[None, :]
+    behind = (all_tiles // tiles).to(tl.int64) * HEADS * tokens  # from a derivative by z to that by A
     dw = tl.zeros((BLOCK_H, BLOCK_E), tl.float32)
-    dslope = tl.zeros((BLOCK_S, BLOCK_H), tl.float32)
+    dfactor = tl.zeros((BLOCK_S, BLOCK_H), tl.float32)
     dbias = tl.zeros((BLOCK_S, BLOCK_H), tl.float32)
     for tile in tl.range(part * own_tiles, tl.minimum(part * own_tiles + own_tiles, all_tiles), num_stages=STAGES):
         row = (tile // tiles).to(tl.int64)
         s = (tile % tiles) * BLOCK_S + tl.arange(0, BLOCK_S)
         place = (row * HEADS + h.to(tl.int64)[None, :]) * tokens + s[:, None]
         real = (s < tokens)[:, None] & (h < HEADS)[None, :]
-        steps, rise = _softplus(tl.load(products + place, mask=real, other=0.0))
         ds = tl.load(dscores + place, mask=real, other=0.0)  # [BLOCK_S, BLOCK_H]
-        if EXP:
-            ds *= _exp(slope * steps)
-        dz = ds * slope * rise
-        dslope += ds * steps
-        dbias += dz
+        dz = ds * tl.load(derivatives + place, mask=real, other=0.0)
+        if chunk == 0:
+            dfactor += ds * tl.load(derivatives + place + behind, mask=real, other=0.0)
+            dbias += dz
         inside = (s < tokens)[:, None] & (e < WIDTH)[None, :]
         line, wide = s.to(tl.int64)[:, None], tl.cast(group, tl.int64)
         x = tl.load(values + row * stride_b + line * stride_s + wide * stride_g + e[None, :], mask=inside, other=0.0)
@@ -135,5 +142,5 @@ def scores_gradient_kernel(
     tl.store(dweight + (part * HEADS + h[:, None]).to(tl.int64) * (GROUPS * WIDTH) + column[None, :], dw, mask=of_weight)
     if chunk == 0:
         own = sums + part * (2 * HEADS) + h
-        tl.store(own, tl.sum(dslope, 0), mask=h < HEADS)
+        tl.store(own, tl.sum(dfactor, 0), mask=h < HEADS)
         tl.store(own + HEADS, tl.sum(dbias, 0), mask=h < HEADS)

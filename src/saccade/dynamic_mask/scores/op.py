@@ -25,7 +25,7 @@ _library.define(
     "dynamic_mask_scores_forward(Tensor values, Tensor weight, Tensor A, Tensor? bias, str form, bool save, str backend) -> (Tensor, Tensor)"
 )
 _library.define(
-    "dynamic_mask_scores_backward(Tensor dscores, Tensor products, Tensor values, Tensor weight, Tensor A, str form, str backend) "
+    "dynamic_mask_scores_backward(Tensor dscores, Tensor derivatives, Tensor values, Tensor weight, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -33,17 +33,17 @@ _library.define(
 def forward(
     values: Tensor, weight: Tensor, A: Tensor, bias: Tensor | None, form: str, save: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """(scores, z), float32 `[B, Hkv, S]`; z is empty unless it is to be saved."""
+    """scores, float32 `[B, Hkv, S]`, and their derivatives by z and by A, `[2, B, Hkv, S]`, empty unless they are to be saved."""
     plain = eager(values, weight, A, bias) and not values.is_meta
     return (_forward if plain else _FORWARD)(values, weight, A, bias, form, save, backend)
 
 
 def backward(
-    dscores: Tensor, products: Tensor, values: Tensor, weight: Tensor, A: Tensor, form: str, backend: str
+    dscores: Tensor, derivatives: Tensor, values: Tensor, weight: Tensor, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dvalues, dweight, dA, dbias), the last two in float32."""
-    plain = eager(dscores, products, values, weight, A) and not values.is_meta
-    return (_backward if plain else _BACKWARD)(dscores, products, values, weight, A, form, backend)
+    plain = eager(dscores, derivatives, values, weight) and not values.is_meta
+    return (_backward if plain else _BACKWARD)(dscores, derivatives, values, weight, backend)
 
 
 @shown_as_ours
@@ -52,19 +52,19 @@ class DynamicMaskScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, values, weight, A, bias, form, backend):
-        scores, products = forward(values, weight, A, bias, form, True, backend)
-        save(ctx, values, weight, A, products)
-        ctx.options = form, backend, None if bias is None else bias.dtype
+        scores, derivatives = forward(values, weight, A, bias, form, True, backend)
+        save(ctx, values, weight, derivatives)
+        ctx.options = backend, A.dtype, A.dtype if bias is None else bias.dtype
         return scores
 
     @staticmethod
     @first_order
     def backward(ctx, dscores: Tensor):
-        values, weight, A, products = saved(ctx)
-        form, backend, of_bias = ctx.options
+        values, weight, derivatives = saved(ctx)
+        backend, of_factor, of_bias = ctx.options
         with uncast(values):  # a user may run backward inside autocast
-            dvalues, dweight, slope, bias = backward(dscores, products, values, weight, A, form, backend)
-        return dvalues, dweight, slope.to(A.dtype), None if of_bias is None else bias.to(of_bias), None, None
+            dvalues, dweight, factor, bias = backward(dscores, derivatives, values, weight, backend)
+        return dvalues, dweight, factor.to(of_factor), bias.to(of_bias) if ctx.needs_input_grad[3] else None, None, None
 
 
 def _by_kernels(kernels: Callable[[], Any], plain: Callable[[], Any], backend: str) -> Any:
@@ -83,7 +83,7 @@ def _forward(values, weight, A, bias, form, save, backend):
     def plain():
         products = reference.products_of(values, weight, bias)
         scores = reference.formed(products, A, form).contiguous()
-        return scores, products.transpose(1, 2).contiguous() if save else scores.new_empty(0)
+        return scores, reference.derivatives_of(products, A, form) if save else scores.new_empty(0)
 
     return _by_kernels(lambda: launchers.forward(values, weight, A, bias, form, save), plain, backend)
 
@@ -96,18 +96,18 @@ def _backward(*call):
 
 
 def _backward_of_op(*call):
-    dvalues, dweight, slope, bias = _backward(*call)
-    return dvalues, dweight, slope.clone(), bias.clone()  # results of an op may not share memory
+    dvalues, dweight, factor, bias = _backward(*call)
+    return dvalues, dweight, factor.clone(), bias.clone()  # results of an op may not share memory
 
 
 def _fake_forward(values, weight, A, bias, form, save, backend):
     batch, tokens = values.shape[0], values.shape[-2]
     scores = values.new_empty((batch, weight.shape[0], tokens), dtype=torch.float32)
-    return scores, torch.empty_like(scores) if save else scores.new_empty(0)
+    return scores, scores.new_empty((2, *scores.shape) if save else (0,))
 
 
-def _fake_backward(dscores, products, values, weight, A, form, backend):
-    of_heads = (A.new_empty(A.shape, dtype=torch.float32) for _ in range(2))
+def _fake_backward(dscores, derivatives, values, weight, backend):
+    of_heads = (dscores.new_empty(weight.shape[:1]) for _ in range(2))
     return torch.empty_like(values), weight.new_empty(weight.shape), *of_heads
 
 

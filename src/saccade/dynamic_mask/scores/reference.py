@@ -13,33 +13,35 @@ def scores_of(values: Tensor, weight: Tensor, A: Tensor, bias: Tensor | None, fo
 
 
 def products_of(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """z `[B, S, Hkv]`, float32 (float64 for float64): in 16 bits many keys would tie."""
+    """z `[B, Hkv, S]`, float32 (float64 for float64): in 16 bits many keys would tie."""
     working = torch.promote_types(values.dtype, torch.float32)
-    return F.linear(_by_token(values).to(working), weight.to(working), None if bias is None else bias.to(working))
+    # weights first, so that the product lies as scores do: gradients of a transposed one break graphs of sizes that vary (torch 2.13)
+    products = weight.to(working) @ _by_token(values).to(working).mT
+    return products if bias is None else products + bias.to(working)[:, None]
 
 
 def formed(products: Tensor, A: Tensor, form: str) -> Tensor:
-    """The scores `[B, Hkv, S]` of products `[B, S, Hkv]` of values and weights."""
+    """The scores of products z, both `[B, Hkv, S]`."""
     working = torch.promote_types(products.dtype, torch.float32)
-    steps = A.to(working) * F.softplus(products.to(working))
-    return (steps.exp() if form == "exp" else steps).transpose(1, 2)
+    steps = A.to(working)[:, None] * F.softplus(products.to(working))
+    return steps.exp() if form == "exp" else steps
 
 
-def gradients_of(
-    dscores: Tensor, products: Tensor, values: Tensor, weight: Tensor, A: Tensor, form: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dvalues, dweight, dA, dbias) in float32, for products `[B, Hkv, S]` that forward saved."""
-    z, ds, slope = products.transpose(1, 2), dscores.transpose(1, 2), A.float()
-    steps = F.softplus(z)
-    if form == "exp":
-        ds = ds * (slope * steps).exp()
-    dz = ds * slope * z.sigmoid()
-    rows = _by_token(values)
-    dweight = dz.flatten(0, 1).mT @ rows.float().flatten(0, 1)
-    dvalues = dz @ weight.float()
+def derivatives_of(products: Tensor, A: Tensor, form: str) -> Tensor:
+    """The derivatives `[2, B, Hkv, S]` of the scores by z and by A."""
+    steps, factor = F.softplus(products), A.float()[:, None]
+    growth = (factor * steps).exp() if form == "exp" else torch.ones_like(steps)
+    return torch.stack((growth * factor * products.sigmoid(), growth * steps))
+
+
+def gradients_of(dscores: Tensor, derivatives: Tensor, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dvalues, dweight, dA, dbias), the last two in float32."""
+    dz = dscores * derivatives[0]
+    dvalues = dz.mT @ weight.float()
     if values.dim() == 4:
         dvalues = dvalues.unflatten(2, (values.shape[1], values.shape[3])).transpose(1, 2)
-    return torch.empty_like(values).copy_(dvalues), dweight.to(weight.dtype), (ds * steps).sum((0, 1)), dz.sum((0, 1))
+    dweight = (dz @ _by_token(values).float()).sum(0).to(weight.dtype)
+    return torch.empty_like(values).copy_(dvalues), dweight, (dscores * derivatives[1]).sum((0, 2)), dz.sum((0, 2))
 
 
 def _by_token(values: Tensor) -> Tensor:
