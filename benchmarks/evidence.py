@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from evidence_rows import Rows, gains, rows, span, times
-from evidence_short import at_64, published, short
+from evidence_short import at_64, listing, published, short
 
 DENSE = ("sdpa_cudnn", "sdpa_flash", "fa4")
 
@@ -109,7 +109,7 @@ def density() -> list[str]:
     """Measured over theoretical gain of top-K and of the fixed pattern."""
     found = []
     for backend in ("top-K", "fixed"):
-        notes = [r["note"] for r in rows("h200/nm_figure11.csv") if r["backend"] == backend]
+        notes = [r["note"] for r in rows("h100/nm_figure11.csv") if r["backend"] == backend]
         pairs = [re.findall(r"(?:speed-up|theory) ([\d.]+)", note) for note in notes]
         found.append(span(float(measured) / float(theory) for measured, theory in pairs))
     return found
@@ -332,8 +332,13 @@ def within_blocks() -> list[str]:
 def figures() -> dict[str, list[str]]:
     """By CSV, named from `results/` on."""
     return {
-        "h100/short_full.csv": [*short("h100/short_full"), *at_64(), *published("short_full", "seq_len")],
-        "h200/short_full.csv": short("h200/short_full", packed=True),
+        "h100/short_full.csv": [
+            *short("h100/short_full"),
+            *at_64(),
+            *published("short_full", "seq_len"),
+            *short("h100/short_full", packed=True),
+            *listing(),
+        ],
         "h100/short_pooling.csv": [*short("h100/short_pooling"), *published("short_pooling", "kv_len")],
         "predictions/volta.csv": predictions(),
         "predictions/volta_peer_rows.csv": predicted_peer(),
@@ -347,7 +352,7 @@ def figures() -> dict[str, list[str]]:
         "h100/nm_weights.csv": pruned_weights(),
         "h100/nm_linformer.csv": projected(),
         "h200/pooled_depth.csv": depth(),
-        "h200/nm_figure11.csv": density(),
+        "h100/nm_figure11.csv": density(),
         "h100/dynamic_mask_length.csv": dynamic(),
         "h200/dynamic_mask_length.csv": authors(),
         "h100/nm_blocks.csv": within_blocks(),

@@ -25,6 +25,16 @@ def at_64() -> list[str]:
     return found
 
 
+def listing() -> list[str]:
+    """The times of the paper's listing over ours in the same run, both directions together: separate tensors, packed QKV."""
+    table = [r for r in rows("h100/short_full.csv") if r["note"] == ""]
+    found = {
+        packed: [r for r in table if ("packed" in r["problem"]) is packed and "Tq=128 Tk=128 D=256" not in r["problem"]]
+        for packed in (False, True)
+    }
+    return [span(gains(times(part, "fwd+bwd"), "short", ["paper_002"]).values()) for part in found.values()]
+
+
 def published(name: str, length: str) -> list[str]:
     """The times that paper 002 prints for its own kernel over ours: forward, backward. length: its column of lengths."""
     with open(RESULTS.parent / "paper" / f"{name}.csv", newline="") as handle:

@@ -2,7 +2,7 @@
 
 - plots lie beside their tables in `benchmarks/results`; they become files of the site, and a link to one shows its light variant on a
   light page and its dark one on a dark page, and opens the plot in full when it is tapped;
-- names of tables, as `h200/short_full.csv`, become links to the files;
+- names of tables, as `h100/short_full.csv`, become links to the files;
 - a plot of results that are older than the kernels that they measure is marked;
 - pictures are put into the page as they are, so that they take its colours, light or dark;
 - an address that the site once had leads to where its text is now.

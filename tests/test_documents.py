@@ -124,7 +124,7 @@ TABLES += [*sorted((DOCS / "speed").glob("*.md")), *sorted((DOCS / "evidence").g
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda p: p.relative_to(DOCS).as_posix())
 def test_every_name_of_a_table_becomes_a_link(path):
-    """The site links a name with its folder, as `h200/short_full.csv`."""
+    """The site links a name with its folder, as `h100/short_full.csv`."""
     names = re.findall(r"`([\w/]+\.csv)`", path.read_text(encoding="utf-8"))
     names = [name for name in names if not name.startswith("benchmarks/")]
     assert names

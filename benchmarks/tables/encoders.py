@@ -42,6 +42,7 @@ from sentence_models import batches_of, sentence_transformer
 from torch import Tensor, nn
 
 import saccade
+from saccade.engine.prepare import wait_for_known_calls
 from saccade.testing.timing import kernel_time, throughput_in_turns
 
 DEVICE = "cuda"
@@ -120,6 +121,7 @@ CASES = [
 def run(writer: Writer, repeat_ms: int, rows: list[str] | None = None) -> None:
     """Measure every case, or those whose words hold one of `rows`."""
     register_all()
+    wait_for_known_calls(DEVICE)
     began = time.monotonic()
     chosen = [case for case in (*CASES, *IMAGES, *STRINGS) if not rows or any(name in case.words for name in rows)]
     for number, case in enumerate(chosen, 1):

@@ -7,13 +7,13 @@ graph: calls of small batches are host time otherwise.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from peers import fa4_packed, torch_packed
-from rows import Row, Writer
+from rows import Row, Writer, named
 from short_common import log_normal_lengths, stream_bandwidth, time_directions
 from steps import NOT_RUN, capture, first_line, step
 from torch import Tensor
@@ -61,10 +61,10 @@ SHAPES = [
 ]
 
 
-def run(writer: Writer, repeat_ms: int) -> None:
+def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
     """Measure forward, backward and both, end to end and by the kernels alone."""
     bandwidth = stream_bandwidth()
-    for shape in SHAPES:
+    for shape in named(SHAPES, rows):
         lengths = shape.lengths()
         offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
         roofs = _roofs(shape, int(lengths.sum()), bandwidth)

@@ -3,8 +3,8 @@
 Lengths are spread evenly from a fifth of the longest to the longest, some 38,000 tokens in all. The roof counts the bytes of real tokens at the
 bandwidth of a plain copy; wide windows and head dims are bound by products instead. Peers: FlashAttention-4's varlen function and torch's
 `varlen_attn`, both with the window, FlexAttention with a block mask of sequences and window, compiled for the shape, and torch's function on the padded
-batch with a mask of window and padding. Rows with the note `captured` are replays of a CUDA graph; FlexAttention has none, because its call
-cannot be captured and leaves torch's generator unusable.
+batch with a mask of window and padding. Rows with the note `captured` are replays of a CUDA graph. FlexAttention and torch's padded function have none: their
+captures fail, and leave torch's generator unusable.
 """
 
 import functools
@@ -26,6 +26,7 @@ DEVICE = "cuda"
 _TOKENS = 38_000
 _MOST_MASK = 2**30  # numbers of the mask of a padded batch, beyond which it is not tried
 Window = tuple[int, int]
+CAPTURED = ("ragged", "auto", "varlen_attn", "fa4")
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
         offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
         roofs, found = _roofs(shape, int(lengths.sum()), bandwidth), {}
         for name, call in _calls(shape, lengths, offsets).items():
-            for kind, timings in both_ways(name, call, repeat_ms, captured=name != "flex").items():
+            for kind, timings in both_ways(name, call, repeat_ms, captured=name in CAPTURED).items():
                 for direction, timing in timings.items():
                     row = Row("windows", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note=kind)
                     writer.add(row)

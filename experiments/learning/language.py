@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from captured import loss_of, plain
 from corpus import Text, bytes_of_reference, load
-from language_model import METHODS, SIZES, LanguageModel
+from language_model import IDEAS, METHODS, SIZES, LanguageModel
 from pieces import Job, appending, check, parser_of, read, train_all
 from rich.console import Console
 from rich.table import Table
@@ -221,7 +221,7 @@ def summary(rows: list[dict[str, str]]) -> Table:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; sizes that are not given are the plan's."""
-    parser = parser_of(__doc__ or "", Plan, Path("out/language"), METHODS)
+    parser = parser_of(__doc__ or "", Plan, Path("out/language"), METHODS + IDEAS)
     parser.add_argument("--size", action="append", choices=list(SIZES), help="may be repeated; all but tiny by default")
     parser.add_argument("--clock", type=int, default=0, help="time so many steps of each run, write clock.csv, and end")
     return parser.parse_args(arguments)

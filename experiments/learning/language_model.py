@@ -7,6 +7,13 @@
     topk            the w best keys by scores of the same form that are never trained and not added: A = 1, dt_proj as drawn
     topk_recent     the same, but half of the w are the newest keys
 
+Ideas against the loss of the paper's form (`--method` names them; they are not among all):
+
+    linear_recent   dynamic_recent with s = A * softplus(W v), A from 1: a score grows with its key, not exponentially
+    gated_recent    scores choose, and a kept value is multiplied by 2 sigmoid(W v) of its own score: attention has no bias to learn the choice by
+    slow_recent     dynamic_recent whose A learns ten times as slowly
+    sinks_recent    dynamic_recent that keeps the first four keys too
+
 `topk` is what `model.py` calls dynamic_detached. In the forms with the newest keys a query that counts a key twice keeps fewer than w.
 Every parameter is drawn by its own name and the seed, so that methods and sizes start from the same numbers where shapes agree.
 """
@@ -25,6 +32,8 @@ from torch import Tensor, nn
 from saccade import dynamic_mask_attention
 
 METHODS = ("dense", "window", "dynamic", "dynamic_recent", "topk", "topk_recent")
+IDEAS = ("linear_recent", "gated_recent", "slow_recent", "sinks_recent")
+SINKS = 4
 HEAD_DIM = 64  # the kernels of sm_90 have D = 64 and 128
 
 
@@ -66,13 +75,16 @@ class Attention(nn.Module):
         super().__init__()
         self.method, self.backend = method, backend
         self.recent = keep - keep // 2 if method.endswith("_recent") else 0
-        self.keep = keep - self.recent
+        self.sinks = SINKS if method == "sinks_recent" else 0
+        self.keep = keep - self.recent - self.sinks
         heads = width // HEAD_DIM
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.q_norm, self.k_norm = Norm(HEAD_DIM), Norm(HEAD_DIM)
-        if method.startswith(("dynamic", "topk")):
-            learned = method.startswith("dynamic")
-            self.A = nn.Parameter(torch.zeros(heads) if learned else torch.ones(heads), requires_grad=learned)
+        if method not in ("dense", "window"):
+            learned = not method.startswith("topk")
+            from_one = method.startswith(("topk", "linear", "gated"))
+            has_rate = learned and not method.startswith("gated")
+            self.A = nn.Parameter(torch.ones(heads) if from_one else torch.zeros(heads), requires_grad=has_rate)
             self.dt_proj = nn.Linear(width, heads, bias=False).requires_grad_(learned)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
@@ -90,20 +102,34 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         if self.method == "window":
             return sliding_window(query, key, value, self.keep, self.backend)
+        scores, added = self.scores(values), not self.method.startswith(("topk", "gated"))
+        if self.method.startswith("gated"):
+            value = value * (2 * scores.sigmoid()).to(value.dtype)[..., None]
         return dynamic_mask_attention(
-            query, key, value, self.scores(values), keep=self.keep, window=self.recent,
-            add_scores=self.method.startswith("dynamic"), backend=self.backend,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            scores,
+            keep=self.keep,
+            window=self.recent,
+            sinks=self.sinks,
+            add_scores=added,
+            backend=self.backend,
+        )
 
     def scores(self, values: Tensor) -> Tensor:
-        """`exp(A * softplus(W_dt v))`, float32 `[B, H, T]` from `[B, T, E]` (paper 004, Eq. 3)."""
+        """`exp(A * softplus(W_dt v))`, float32 `[B, H, T]` from `[B, T, E]` (paper 004, Eq. 3), or as an idea has it."""
         with (
             torch.autocast(values.device.type, enabled=False),
-            torch.set_grad_enabled(torch.is_grad_enabled() and self.A.requires_grad),
+            torch.set_grad_enabled(torch.is_grad_enabled() and self.dt_proj.weight.requires_grad),
         ):
             # in float32 under autocast too: the 8 bits of bfloat16 would make ties, which go to the newest key
-            steps = self.A * F.softplus(self.dt_proj(values.float()))
-            return steps.exp().transpose(1, 2)
+            scores = self.dt_proj(values.float())
+            if not self.method.startswith("gated"):
+                scores = self.A * (0.1 if self.method.startswith("slow") else 1.0) * F.softplus(scores)
+            if not self.method.startswith(("linear", "gated")):
+                scores = scores.exp()
+            return scores.transpose(1, 2)
 
 
 class Layer(nn.Module):
@@ -129,14 +155,14 @@ class LanguageModel(nn.Module):
     """Tokens `[B, T]` to logits.
 
     Args:
-        size: of SIZES. vocabulary: token ids. method: of METHODS. keep: w. seed: of the weights. backend: of
+        size: of SIZES. vocabulary: token ids. method: of METHODS or IDEAS. keep: w. seed: of the weights. backend: of
             `dynamic_mask_attention`.
     """
 
     def __init__(self, size: Size, vocabulary: int, method: str, keep: int, seed: int, backend: str = "auto") -> None:
         super().__init__()
-        if method not in METHODS:
-            raise ValueError(f"method is {method!r}; there are {', '.join(METHODS)}")
+        if method not in METHODS + IDEAS:
+            raise ValueError(f"method is {method!r}; there are {', '.join(METHODS + IDEAS)}")
         if keep < 2:
             raise ValueError(f"keep is {keep}; it must be at least 2, one best and one newest key")
         self.method, self.keep = method, keep

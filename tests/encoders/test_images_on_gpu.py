@@ -251,3 +251,33 @@ def test_timm():
             model(pixels(rows, side=32).cuda()).square().mean().backward()
         assert handle.served[0].last.startswith("captured")
         same_gradients(ours, theirs, most=1e-4)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_batch_of_the_host_may_be_changed_when_the_call_returns(pinned):
+    ours, theirs = pair()
+    saccade.optimize(ours)
+    batch = torch.empty(64, 3, 16, 16, pin_memory=pinned)
+    with torch.no_grad():
+        for seed in range(8):
+            images = pixels(64, seed)
+            batch.copy_(images)
+            torch.cuda._sleep(10**7)  # the copy to the GPU waits behind this
+            got = ours(batch)[0]
+            batch.fill_(9)
+            assert error(got, theirs(images.cuda())[0]) < 2e-5
+
+
+def test_a_change_of_the_model_is_seen_whether_or_not_its_old_memory_is_free(by):
+    ours, theirs = pair()
+    handle = saccade.optimize(ours)
+    images = pixels(4).cuda()
+    with torch.no_grad():
+        for step in range(6):
+            for model in (ours, theirs):
+                weight = next(m for m in model.modules() if isinstance(m, torch.nn.Linear)).weight
+                weight.data = weight.data * 1.5  # the old memory is free, and may be another tensor's
+            torch.cuda.empty_cache()
+            for _ in range(3):
+                assert error(ours(images)[0], theirs(images)[0]) < 2e-5, step
+            assert handle.served[0].last.startswith("captured")

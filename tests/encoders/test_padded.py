@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from encoders_made import SIZES, made, padded
+from graphs_made import install
 from padded_made import PADDED, SEEING, made_padded
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -193,13 +194,6 @@ def test_widths():
     assert width == [16, 38, 38, 39, 40]
     ids = torch.full((2, 9), 5)
     assert one.form({"input_ids": ids})[0][1] == (9,)  # without a mask nothing can be hidden
-
-
-@pytest.mark.parametrize("lengths", [(5, 0, 3), (5, 9)], ids=["empty row", "left"])
-def test_padding_on_the_left_and_empty_rows_are_not_widened(lengths):
-    one = served(made_padded("mpnet")[0])
-    ids, mask = padded(lengths, 1, "left", width=10)
-    assert one._replayed({"input_ids": ids, "attention_mask": mask}) == ([], rooms._LEFT)
 
 
 @pytest.mark.parametrize(
@@ -389,34 +383,14 @@ def test_an_output_that_comes_in_training_alone_is_not_captured():
         one.outputs(SimpleNamespace(tensors={}))
 
 
-class Uncaptured:
-    """Stands in for the graphs of a device: computes what they would replay."""
-
-    def __init__(self, one):
-        self.one, self.turns, self.made = one, SimpleNamespace(take=lambda device: None), {}
-
-    def graph(self, state, size, trains):
-        inputs = self.made.setdefault(size, self.one.inputs(size, torch.device("cpu")))
-
-        def replayed(batch, parameters=None):
-            inputs.load(batch)
-            return self.one.outputs(inputs)
-
-        replayed.inputs = inputs
-        return replayed
-
-
 @pytest.fixture
-def without_graphs(monkeypatch):
-    """Makes calls take the whole way of a captured one on a CPU."""
-    monkeypatch.setattr(rooms.Padded, "_refused", lambda self, given: self.refused_arguments(given) or self._refused_model())
-    stands_in = {}
-    monkeypatch.setattr(rooms.Padded, "_graphs_on", lambda self, device: stands_in.setdefault(id(self), Uncaptured(self)))
-    return stands_in
+def captures(monkeypatch):
+    """Graphs on a CPU."""
+    install(monkeypatch)
 
 
 @pytest.mark.parametrize("name", PADDED)
-def test_a_whole_call(name, without_graphs):
+def test_a_whole_call(name, captures):
     ours, theirs = made_padded(name)
     handle = saccade.optimize(ours)
     for lengths in [(5, 9, 1), (17,), (3, 4)]:  # the third reads what the first has left
@@ -433,10 +407,10 @@ def test_a_whole_call(name, without_graphs):
     assert handle.served[0].last == "captured: 2 rows in a graph of 2"
     found = ours(**batch, return_dict=False)
     assert isinstance(found, tuple)
-    assert len(without_graphs[id(handle.served[0])].made) == 3
+    assert len(handle.served[0].graphs) == 3
 
 
-def test_calls_that_take_the_way_of_stock(without_graphs, caplog):
+def test_calls_that_take_the_way_of_stock(captures, caplog):
     ours, theirs = made_padded("mpnet")
     handle = saccade.optimize(ours)
     left = batch_of(ours, (5, 9)) | dict(zip(("input_ids", "attention_mask"), padded((5, 9), 1, "left"), strict=True))

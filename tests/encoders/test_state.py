@@ -8,20 +8,8 @@ from torch import nn
 
 from saccade import native
 from saccade.encoders.state import State
-from saccade.native.build import Build
+from saccade.engine import prepare
 from tests.encoders_made import made
-
-
-@pytest.fixture(params=["python", "c++"])
-def by(request, monkeypatch):
-    module = None
-    if request.param == "c++":
-        monkeypatch.setenv("SACCADE_NATIVE", "1")
-        module = Build().wait()
-        if module is None:
-            pytest.skip("there is no C++ compiler")
-    monkeypatch.setattr(native, "module", module)
-    return request.param
 
 
 def _weight(model):
@@ -92,3 +80,48 @@ def test_hooks_and_checkpointing_are_watched(by):
     model.disable_input_require_grads()  # its hook came with the call above
     state.read()
     assert state.watched == ""
+
+
+def test_a_replay_may_start_before_the_state_is_read_while_its_memory_is_there(by):
+    model = made("bert")[0].eval()
+    state = State(model)
+    assert not state.may_hold()
+    state.read()
+    assert state.may_hold() == (by == "c++")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not state.may_hold()
+    kept = _weight(model).data
+    _weight(model).data = kept.clone()
+    assert state.may_hold() == (by == "c++")  # the memory that graphs read is there: `read` finds the change
+    del kept
+    assert not state.may_hold()
+    state.read()
+    assert state.may_hold() == (by == "c++")
+    model.train()
+    assert not state.may_hold()
+
+
+def test_what_changes_rarely_is_counted(by):
+    model = made("bert")[0].eval()
+    state = State(model)
+    state.read()
+    before = state.changes
+    state.read()
+    assert (state.changes == before) == (by == "c++")
+    before, number = state.changes, state.read()
+    model.config.output_hidden_states = True
+    assert state.read() == number
+    assert state.changes > before
+
+
+def test_a_model_on_a_gpu_has_its_state_read_by_c_once_that_is_compiled(monkeypatch):
+    model = made("bert")[0].eval()
+    started = []
+    monkeypatch.setattr(native, "module", None)
+    monkeypatch.setattr(native, "start", started.append)
+    state = State(model)
+    state.read()
+    assert not started  # on a CPU nothing is compiled
+    monkeypatch.setattr(State, "_kind", property(lambda self: "cuda", lambda self, kind: None), raising=False)
+    state.read()
+    assert started == [prepare.forget]

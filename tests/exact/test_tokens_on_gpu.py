@@ -61,7 +61,8 @@ def test_one_graph_serves_every_batch(dtype, dim, causal, window, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("dim", "kv_heads"), [(32, 4), (40, 2), (64, 4)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_eager_batches(dtype, dim, kv_heads, causal, form, monkeypatch):
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_eager_batches(dtype, dim, kv_heads, causal, dropout_p, form, monkeypatch):
     """Batches of one kind, of which Python runs the first and C++ the others; buckets of lengths stay with Python."""
     if form != "token tiles":
         monkeypatch.setattr(token_launches, "MOST_EAGER", 0)
@@ -75,10 +76,12 @@ def test_eager_batches(dtype, dim, kv_heads, causal, form, monkeypatch):
         q, k, v, dout = (torch.randn(tokens, n, dim, device="cuda", dtype=dtype) for n in heads)
         leaves, ends = [x.requires_grad_() for x in (q, k, v)], ends_of(lengths, len(lengths))
         longest, grouped = max(lengths), kv_heads != 4
-        options = {"is_causal": causal, "enable_gqa": grouped}
+        options = {"is_causal": causal, "enable_gqa": grouped, "dropout_p": dropout_p}
+        torch.manual_seed(number)
         out = saccade.attention_varlen(*leaves, ends, ends, longest, longest, backend="ragged", **options)
         found = (out, *torch.autograd.grad(out, leaves, dout))
         exact = [x.detach().double().requires_grad_() for x in leaves]
+        torch.manual_seed(number)
         out = saccade.attention_varlen(*exact, ends, ends, longest, longest, backend="reference", **options)
         expected = (out, *torch.autograd.grad(out, exact, dout.double()))
         for got, want in zip(found, expected, strict=True):
@@ -88,7 +91,8 @@ def test_eager_batches(dtype, dim, kv_heads, causal, form, monkeypatch):
     assert bool(launched) == (form == "token tiles")
 
 
-def test_cpp_replays_token_tiles(monkeypatch):
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_cpp_replays_token_tiles(dropout_p, monkeypatch):
     """A batch of another number of tokens and sequences, without Python's launchers."""
     if native.calls is None:
         pytest.skip("C++ is not compiled here")
@@ -97,7 +101,8 @@ def test_cpp_replays_token_tiles(monkeypatch):
         torch.manual_seed(0)
         q, k, v, dout = (torch.randn(sum(lengths), 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
         leaves, ends = [x.requires_grad_() for x in (q, k, v)], ends_of(lengths, len(lengths))
-        out = saccade.attention_varlen(*leaves, ends, ends, 128, 128, backend="ragged")
+        torch.manual_seed(1)
+        out = saccade.attention_varlen(*leaves, ends, ends, 128, 128, dropout_p, backend="ragged")
         return out, *torch.autograd.grad(out, leaves, dout)
 
     lengths = [70, 3, 120, 1, 64] * 7

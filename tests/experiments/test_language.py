@@ -20,7 +20,7 @@ import language_model
 import model as stacked
 import pieces
 import training
-from language_model import METHODS, SIZES, LanguageModel
+from language_model import IDEAS, METHODS, SIZES, LanguageModel
 
 TINY = SIZES["tiny"]
 SMALL = ["--quick", "--context", "32", "--keep", "8", "--batch", "2", "--steps", "4", "--every", "2", "--tested", "2"]
@@ -58,7 +58,7 @@ def test_names_count_the_parameters():
 
 def test_all_methods_start_from_the_same_weights():
     first = dict(model("dense").named_parameters())
-    for method in METHODS[1:]:
+    for method in METHODS[1:] + IDEAS:
         other = dict(model(method).named_parameters())
         assert set(first) <= set(other)
         assert all(torch.equal(first[name], other[name]) for name in first), method
@@ -149,7 +149,7 @@ def test_scores_do_not_tie_under_autocast():
     torch.testing.assert_close(scores, attention.scores(values), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS + IDEAS)
 def test_the_loss_falls(method, text):
     plan = language.Plan(context=48, keep=12, batch=4, steps=24, every=6, warmup=2, tested=8, device="cpu")
     run = language.Run(plan, text, "tiny", method, 0)

@@ -154,10 +154,13 @@ def tokens(seen, monkeypatch):
 
 
 TOKENS = ("bounds", "forward_tokens", "bounds", "backward_tokens")
+DROPPED = ("bounds", "survivors", "forward_tokens", "bounds", "survivors", "backward_tokens")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True, "scale": 0.3}], ids=["plain", "causal"])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True, "scale": 0.3}, {"dropout_p": 0.2}], ids=["plain", "causal", "dropout"]
+)
 def test_token_tiles(seen, tokens, options, packed, monkeypatch):
     """The bounds of each batch, then the kernel, in both directions, for another number of tokens and of sequences."""
     make, called = (packed_batch, run_packed) if packed else (batch, run)
@@ -172,20 +175,20 @@ def test_token_tiles(seen, tokens, options, packed, monkeypatch):
             by_cpp = called(seen, other, dout=dout, **options)
         token_launches._KNOWN.clear()
         by_python = called(seen, other, by_python=True, dout=dout, **options)
-        assert [function for function, *_ in by_cpp] == [number_of(f"{name}_kernel") for name in TOKENS]
-        if len(by_python) == 3:  # it keeps the bounds from forward to backward
-            by_python.insert(2, by_python[0])
+        kernels = DROPPED if "dropout_p" in options else TOKENS
+        assert [function for function, *_ in by_cpp] == [number_of(f"{name}_kernel") for name in kernels]
+        by_python.insert(len(kernels) // 2, by_python[0])  # it keeps the bounds from forward to backward
         for ours, theirs in zip(by_cpp, by_python, strict=True):
             assert ours[:2] == theirs[:2]
             assert without_bounds(ours[2]) == without_bounds(theirs[2])
-        assert by_cpp[1][1] == -(-(sum(lengths) + 1) // 64) * HEADS
+        assert by_cpp[len(kernels) // 2 - 1][1] == -(-(sum(lengths) + 1) // 64) * HEADS
     assert len(native.calls) == 1
 
 
 def without_bounds(values):
-    """C++ gives the memory of the bounds back at once, so that a result may have had its address."""
-    at = (1,) if isinstance(values[2], int) else (3, 4)  # of `bounds_kernel`, and of the others: its stand-in for bits too
-    return ["bounds" if i in at else v for i, v in enumerate(values)]
+    """C++ gives scratch memory back at once, so that a result may have had its address."""
+    at = (1, 2) if isinstance(values[3], int) else (3, 4)  # of bounds and survivors, whose stand-in the first kernel has not
+    return ["scratch" if i in at and not isinstance(v, int) else v for i, v in enumerate(values)]
 
 
 def test_more_tokens_than_token_tiles_take(seen, tokens, monkeypatch):

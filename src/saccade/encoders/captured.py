@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from saccade.encoders import base
 from saccade.encoders.attention import Borders
 from saccade.encoders.capacity import capacity
 from saccade.encoders.packing import PLACES, Packed, unpack
@@ -267,7 +268,7 @@ class CapturedFunction:
         return _copied(self.function({name: x.to(device) for name, x in batch.items()}))
 
     def _refused(self, served: Any, batch: Batch) -> str:
-        if served.state.tensors[0].device.type != "cuda":
+        if not base.has_graphs(served.state.tensors[0].device):
             return "graphs need a GPU"
         return self.failed or served.failed or served.state.watched or served._refused({x: batch.get(x) for x in _PACKED})
 

@@ -36,17 +36,25 @@ class Gpu:
             served.last = f"unpadded: {served.failed or 'every captured forward waits for its backward'}"
             return served._eager(batch, self.device), None
         served.last = f"captured: {batch.tokens} tokens in a graph of {graph.inputs.capacity}"
-        self.turns.take(self.device)
+        stream = self.turns.take(self.device)
         if not trains:
-            rows, *pooled = graph(batch)
+            rows, *pooled = graph(batch, stream)
             padded = unpack(rows[: batch.tokens], graph.inputs.places(batch.tokens), batch.shape)
             return padded, pooled[0][: batch.shape[0]].clone() if pooled else None
-        rows = graph(batch, served.state.parameters)[0][: batch.tokens]
+        rows = graph(batch, stream, served.state.parameters)[0][: batch.tokens]
         return unpack(rows, graph.inputs.places(batch.tokens).clone(), batch.shape), None
 
     def make(self, state: int, size: Any, train: bool) -> None:
         """Capture a capacity if it is not there."""
         self.graph(state, size, train and bool(self.served.state.parameters))
+
+    def known(self, state: int, size: Any) -> Any:
+        """The graph without a gradient of a size; None if it is still to be made."""
+        key = (state, None, size)
+        found = self.served.graphs.get(key)
+        if found is not None:
+            self.served.graphs.move_to_end(key)
+        return found
 
     def graph(self, state: int, size: Any, trains: bool) -> Any:
         """The graph of a size, made if there is none; None where it cannot be had."""
@@ -57,7 +65,7 @@ class Gpu:
                 f"an optimised encoder has {_MOST_SLOTS} forwards that wait for their backward; the next runs without a graph"
             )
             return None
-        key = (state, id(slot), size)
+        key = (state, None if slot is None else id(slot), size)
         found = served.graphs.get(key)
         if found is None:
             try:

@@ -49,7 +49,7 @@ class Inputs:
         places = torch.arange(self.capacity + 1, device=self.memory.device)
         self.ends.copy_((places * length).clamp(max=self.capacity))
 
-    def load(self, batch: Packed) -> None:
+    def load(self, batch: Packed, stream: torch.cuda.Stream | None = None) -> None:
         """Bring a batch, on the current stream."""
         tokens = batch.tokens
         if isinstance(batch.numbers, Tensor):
@@ -66,7 +66,7 @@ class Inputs:
         table[:, :tokens], table[:, tokens:] = batch.numbers, 0
         borders[: len(batch.ends)], borders[len(batch.ends) :] = batch.ends, tokens
         self.memory.copy_(self.pinned[self.turn], non_blocking=True)
-        self.sent[self.turn].record()
+        self.sent[self.turn].record(stream)
 
     def places(self, tokens: int) -> Tensor:
         """The places of the tokens in the padded batch."""
@@ -84,13 +84,38 @@ class Turns:
 
     def __init__(self) -> None:
         self.last: torch.cuda.Stream | None = None
+        self._raw = -1  # the driver's number of `last`
 
-    def take(self, device: torch.device) -> None:
-        """The current stream uses the memory from here on."""
-        current = torch.cuda.current_stream(device)
-        if self.last is not None and self.last != current:
-            current.wait_stream(self.last)
-        self.last = current
+    def take(self, device: torch.device) -> torch.cuda.Stream:
+        """The current stream, which uses the memory from here on."""
+        # an object of torch takes ten times as long
+        raw = torch._C._cuda_getCurrentRawStream(device.index or 0)  # type: ignore[attr-defined]
+        if self.last is None or raw != self._raw:
+            current = torch.cuda.current_stream(device)
+            if self.last is not None:
+                current.wait_stream(self.last)
+            self.last, self._raw = current, raw
+        return self.last
+
+
+class Sent:
+    """Whether a batch of the host has been read by its copy to a device."""
+
+    def __init__(self, device: torch.device):
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._waits = False
+
+    def record(self, stream: torch.cuda.Stream | None) -> None:
+        """The copies of a batch have been launched on a stream, by default the current one."""
+        if self._event is not None:
+            self._event.record(stream)
+            self._waits = True
+
+    def wait(self) -> None:
+        """Return once the batch has been read."""
+        if self._event is not None and self._waits:
+            self._event.synchronize()
+            self._waits = False
 
 
 @contextmanager
@@ -155,9 +180,9 @@ class Forward:
         torch.cuda.current_stream(device).wait_stream(stream)
         self.bytes = max(0, torch.cuda.memory_reserved(device) - before)
 
-    def __call__(self, batch: Any) -> tuple[Tensor, ...]:
-        """The outputs of a batch and of what fills it up, in memory that the next replay overwrites."""
-        self.inputs.load(batch)
+    def __call__(self, batch: Any, stream: torch.cuda.Stream) -> tuple[Tensor, ...]:
+        """The outputs of a batch and of what fills it up, in memory that the next replay overwrites. stream: the current one."""
+        self.inputs.load(batch, stream)
         self.graph.replay()
         return self.outputs
 
@@ -252,9 +277,9 @@ class Training:
         torch.cuda.current_stream(device).wait_stream(stream)
         self.bytes = max(0, torch.cuda.memory_reserved(device) - before)
 
-    def __call__(self, batch: Any, parameters: list[Tensor]) -> tuple[Tensor, ...]:
+    def __call__(self, batch: Any, stream: torch.cuda.Stream, parameters: list[Tensor]) -> tuple[Tensor, ...]:
         """As `Forward`; autograd leads through the outputs to the parameters."""
-        self.inputs.load(batch)
+        self.inputs.load(batch, stream)
         found: tuple[Tensor, ...] = _Replayed.apply(self, *parameters)  # type: ignore[no-untyped-call]
         return found
 

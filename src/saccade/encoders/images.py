@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from saccade.encoders import attention
+from saccade.encoders import attention, base, graphs
+from saccade.encoders.base import OF_LOSSES, Encoder
 from saccade.encoders.capacity import ROWS, rows_captured
-from saccade.encoders.served import OF_LOSSES, Encoder
+from saccade.encoders.plans import Build, Plan, builder, signature
 from saccade.errors import InvalidArgument
 
 MASK = "attention_mask"
+NO_GPU = "CUDA graphs need a GPU"
+_CHANGED = "the model has changed since the last call"
+_MOST_PLANS = 64  # signatures of calls that are remembered
 _MOST_FORMS = 16  # shapes behind the batch for which graphs are made; each has graphs of its own
 _ASKED = {"output_attentions", "output_hidden_states"}
 
@@ -56,18 +61,26 @@ class Rows:
 
     def __init__(self, capacity: int, form: Form, device: torch.device):
         self.capacity = capacity
+        self.used = 0  # rows that a batch has written
+        self.sent = graphs.Sent(device)
         with torch.inference_mode(False):
             self.tensors = {
                 name: torch.full((capacity, *shape), int(name == MASK), dtype=dtype, device=device) for name, shape, dtype in form
             }
 
-    def load(self, batch: dict[str, Tensor]) -> None:
-        """Bring a batch, on the current stream; one on the host may be changed as soon as this returns."""
+    def load(self, batch: dict[str, Tensor], stream: Any = None) -> None:
+        """Bring a batch, on the current stream; one on the host may be changed once `sent` has been waited for."""
+        before, rows = self.used, next(iter(batch.values())).shape[0]
+        self.used, on_host = max(before, rows), False
         for name, x in batch.items():
-            memory, rows = self.tensors[name], x.shape[0]
-            memory[:rows].copy_(x)
-            if rows < self.capacity:
-                memory[rows:].fill_(int(name == MASK))
+            memory = self.tensors[name]
+            (memory if rows == self.capacity else memory[:rows]).copy_(x, non_blocking=True)
+            on_host = on_host or not x.is_cuda
+            if rows < before:
+                memory[rows:before].fill_(int(name == MASK))
+        self.used = rows
+        if on_host:
+            self.sent.record(stream)
 
 
 class Batched(Encoder):
@@ -81,32 +94,29 @@ class Batched(Encoder):
         self.attention = "" if tower is TIMM else attention.NAME
         self.channels = getattr(getattr(model, "config", None), "num_channels", None)
         self._forms: dict[Form, None] = {}
-        self._made: dict[int, tuple[Any, list[str]]] = {}  # by state: the type of the outputs, None for a tensor, and their names
+        self._made: dict[int, tuple[Build, list[str]]] = {}  # by state: what builds the output, and the names of its tensors
         self._state = 0
+        self._plans: dict[tuple, Plan] = {}
+        self._changes = -1  # of the state for which plans were made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given, reason = self._bound(args, kwargs)
-        reason = reason or self._refused(given)
+        reason = reason or self._refused()
         if not reason:
-            batch = {name: given[name] for name in (self.tower.main, *self.tower.others) if given.get(name) is not None}
             with self.lock:
-                outputs, reason = self._replayed(batch)
-                made = self._made.get(self._state)
+                outputs, reason = self._run(given)
             if not reason:
-                assert made is not None, "a graph was captured"
-                return self._returned(made, outputs, given.get("return_dict"))
+                return outputs
         self.last = f"stock: {reason}"
         return self.stock(*args, **kwargs)
 
     # --- what is refused
 
-    def _refused(self, given: dict[str, Any]) -> str:
-        device = self.model_device()
-        if device.type != "cuda":
-            return "CUDA graphs need a GPU"
-        if self.failed:
-            return self.failed
-        return self.refused_arguments(given) or self._refused_model()
+    def _refused(self) -> str:
+        # a model that has graphs is on a GPU, or was at its last call, as its plan finds
+        if not self.graphs and not base.has_graphs(self.model_device()):
+            return NO_GPU
+        return self.failed
 
     def refused_arguments(self, given: dict[str, Any]) -> str:
         """Why a call with these arguments is not captured; empty if it is."""
@@ -155,34 +165,86 @@ class Batched(Encoder):
 
     # --- a batch
 
-    def _replayed(self, batch: dict[str, Tensor]) -> tuple[list[Tensor], str]:
-        """(the outputs, why there are none)."""
-        state = self.state.read()
-        x, device = batch[self.tower.main], self.state.tensors[0].device
-        if x.is_cuda and x.device != device:
-            return [], f"{self.tower.main} lie on {x.device} and the model on {device}"
-        if self.tower is TIMM and not torch.is_autocast_enabled("cuda") and x.dtype != self.state.tensors[0].dtype:
-            return [], f"x is {x.dtype} and the model {self.state.tensors[0].dtype}"
-        watched = self.state.watched
-        if watched:
-            return [], watched
+    def _run(self, given: dict[str, Any]) -> tuple[Any, str]:
+        """(what the model's own forward returns, why there is nothing)."""
+        key = signature(given, OF_LOSSES)
+        plan = None if key is None else self._plans.get(key)
+        # a replay takes longer than to read the state, so it is launched first, and dropped if the state has changed
+        if (
+            plan is not None
+            and not plan.reason
+            and not plan.trains
+            and self._changes == self.state.changes
+            and self.state.may_hold()
+        ):
+            outputs, reason = self._replayed(plan, given, early=True)
+            if reason is not _CHANGED:
+                return outputs, reason
+        self._state = self.state.read()
+        plan = self._planned(key, given)
+        return (None, plan.reason) if plan.reason else self._replayed(plan, given)
+
+    def _planned(self, key: tuple | None, given: dict[str, Any]) -> Plan:
+        """How a call with these arguments runs, worked out once for a signature while the model stays as it is."""
+        if self._changes != self.state.changes:
+            self._changes = self.state.changes
+            self._plans.clear()
+        plan = None if key is None else self._plans.get(key)
+        if plan is None:
+            plan = self._plan(given)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            if key is not None:
+                self._plans[key] = plan
+        return plan
+
+    def _plan(self, given: dict[str, Any]) -> Plan:
+        reason = self.refused_arguments(given) or self._refused_model()
+        if reason:
+            return Plan(reason)
+        names = tuple([name for name in (self.tower.main, *self.tower.others) if given.get(name) is not None])
+        batch = {name: given[name] for name in names}
+        x, first = batch[self.tower.main], self.state.tensors[0]
+        if not base.has_graphs(first.device):
+            return Plan(NO_GPU)
+        if x.is_cuda and x.device != first.device:
+            return Plan(f"{self.tower.main} lie on {x.device} and the model on {first.device}")
+        if self.tower is TIMM and not torch.is_autocast_enabled("cuda") and x.dtype != first.dtype:
+            return Plan(f"x is {x.dtype} and the model {first.dtype}")
+        if self.state.watched:
+            return Plan(self.state.watched)
         form = self.form(batch)
         if not self._known(form):
-            return [], f"it has seen {_MOST_FORMS} other shapes; a new one is not captured"
+            return Plan(f"it has seen {_MOST_FORMS} other shapes; a new one is not captured")
         reason = self.unfit(batch)
         if reason:
-            return [], reason
-        rows = x.shape[0]
+            return Plan(reason)
+        return_dict = given.get("return_dict")
+        wanted = getattr(getattr(self.model, "config", None), "return_dict", True) if return_dict is None else return_dict
         trains = torch.is_grad_enabled() and bool(self.state.parameters)
-        gpu = self._graphs_on(device)
-        self._state = state
-        graph = gpu.graph(state, (rows_captured(rows), form), trains)
+        return Plan("", names, (rows_captured(x.shape[0]), form), trains, not wanted)
+
+    def _replayed(self, plan: Plan, given: dict[str, Any], early: bool = False) -> tuple[Any, str]:
+        """As `_run`. early: the state is read once the graph is launched."""
+        batch = {name: given[name] for name in plan.names}
+        gpu = self._graphs_on(self.state.tensors[0].device)
+        graph = gpu.known(self._state, plan.size) if early else gpu.graph(self._state, plan.size, plan.trains)
         if graph is None:
-            return [], self.failed or "every captured forward waits for its backward"
-        self.last = f"captured: {rows} rows in a graph of {graph.inputs.capacity}"
-        gpu.turns.take(device)
-        outputs = graph(batch, self.state.parameters) if trains else graph(batch)
-        return self.cut(outputs, self._made[state][1], batch), ""
+            return None, _CHANGED if early else self.failed or "every captured forward waits for its backward"
+        stream = gpu.turns.take(gpu.device)
+        found = graph(batch, stream, self.state.parameters) if plan.trains else graph(batch, stream)
+        if early and self._has_changed():
+            return None, _CHANGED
+        self.last = f"captured: {batch[self.tower.main].shape[0]} rows in a graph of {graph.inputs.capacity}"
+        build, names = self._made[self._state]
+        outputs = build(self.cut(found, names, batch))
+        graph.inputs.sent.wait()
+        return outputs.to_tuple() if plan.is_tuple and hasattr(outputs, "to_tuple") else outputs, ""
+
+    def _has_changed(self) -> bool:
+        """Whether the model is no longer the one for which plans were made."""
+        self.state.read()
+        return self._changes != self.state.changes
 
     def form(self, batch: dict[str, Tensor]) -> Form:
         """The facts besides the number of its rows on which the graph of a batch depends."""
@@ -195,22 +257,13 @@ class Batched(Encoder):
     def cut(self, outputs: list[Tensor], names: list[str], batch: dict[str, Tensor]) -> list[Tensor]:
         """The part of the outputs that belongs to the batch, in memory of its own: the next replay overwrites that of this one."""
         rows = batch[self.tower.main].shape[0]
-        return [y[:rows].clone() for y in outputs]
+        return [y.clone() if rows == y.shape[0] else y[:rows].clone() for y in outputs]
 
     def _known(self, form: Form) -> bool:
         """Whether graphs of a form are made."""
         if form not in self._forms and len(self._forms) < _MOST_FORMS:
             self._forms[form] = None
         return form in self._forms
-
-    def _returned(self, made: tuple[Any, list[str]], outputs: list[Tensor], return_dict: bool | None) -> Any:
-        """The outputs in the form that the model's own forward returns."""
-        kind, names = made
-        if kind is None:
-            return outputs[0]
-        found = kind(**dict(zip(names, outputs, strict=True)))
-        wanted = getattr(self.model.config, "return_dict", True) if return_dict is None else return_dict
-        return found if wanted else found.to_tuple()
 
     # --- for graphs and the handle
 
@@ -221,19 +274,19 @@ class Batched(Encoder):
     def outputs(self, inputs: Rows) -> tuple[Tensor, ...]:
         """The tensors that the model's own forward returns."""
         if self.tower is TIMM:
-            self._made[self._state] = None, []
+            self._made[self._state] = operator.itemgetter(0), []
             return (self.stock(inputs.tensors["x"]),)
         found = self.stock(**inputs.tensors, return_dict=True)
         names = [name for name, x in found.items() if x is not None]
         if not all(isinstance(found[name], Tensor) for name in names):
             raise RuntimeError(f"{type(self.model).__name__} returns more than tensors: {', '.join(names)}")
-        self._made[self._state] = type(found), names
+        self._made[self._state] = builder(type(found), names), names
         return tuple([found[name] for name in names])
 
     def describe(self) -> str:
         """How it is computed, for `explain`."""
-        if self.model_device().type != "cuda":
-            return "stock: CUDA graphs need a GPU"
+        if not base.has_graphs(self.model_device()):
+            return f"stock: {NO_GPU}"
         return f"stock: {self.failed}" if self.failed else "padded to the next batch size, replayed from CUDA graphs"
 
     def prepare_rows(self, rows: int, train: bool) -> None:
@@ -241,7 +294,7 @@ class Batched(Encoder):
         if rows > ROWS:
             raise InvalidArgument(f"images is {rows}; graphs end at {ROWS} images")
         side = getattr(getattr(self.model, "config", None), "image_size", None)
-        if side is None or self.model_device().type != "cuda":
+        if side is None or not base.has_graphs(self.model_device()):
             return
         with self.lock:
             self._state = self.state.read()

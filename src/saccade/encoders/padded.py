@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from saccade.encoders import families, images
+from saccade.encoders import base, families, images
 from saccade.encoders.capacity import columns_captured, rows_captured
 from saccade.encoders.constants import Constants
 from saccade.encoders.images import MASK, Batched, Form, Tower
+from saccade.encoders.plans import Plan, builder
 from saccade.engine.calls import read_later
 
 _IDS = "input_ids"
@@ -46,23 +47,30 @@ class Table(images.Rows):
     token of each added row has mask 1, as a row of which attention sees nothing may give NaN."""
 
     def __init__(self, capacity: int, form: Form, device: torch.device, padding: int):
-        self.capacity, self.padding, self.constants = capacity, padding, Constants()
-        with torch.inference_mode(False):
-            self.tensors = {name: torch.empty((capacity, *shape), dtype=dtype, device=device) for name, shape, dtype in form}
+        self.padding, self.constants = padding, Constants()
+        super().__init__(capacity, form, device)
+        self.used = capacity  # no row is filler yet
         self.load({name: x[:0] for name, x in self.tensors.items()})
 
-    def load(self, batch: dict[str, Tensor]) -> None:
+    def load(self, batch: dict[str, Tensor], stream: Any = None) -> None:
         """Bring a batch, on the current stream."""
+        before, (rows, columns) = self.used, batch[_IDS].shape
+        self.used, on_host = max(before, rows), False
         for name, x in batch.items():
-            memory, (rows, columns) = self.tensors[name], x.shape
+            memory = self.tensors[name]
             filler = self.padding if name == _IDS else 0
-            memory[:rows, :columns].copy_(x)
+            whole = rows == self.capacity and columns == memory.shape[1]
+            (memory if whole else memory[:rows, :columns]).copy_(x, non_blocking=True)
+            on_host = on_host or not x.is_cuda
             if columns < memory.shape[1]:
                 memory[:rows, columns:].fill_(filler)
-            if rows < self.capacity:
-                memory[rows:].fill_(filler)
+            if rows < before:
+                memory[rows:before].fill_(filler)
                 if name == MASK:
-                    memory[rows:, 0].fill_(1)
+                    memory[rows:before, 0].fill_(1)
+        self.used = rows
+        if on_host:
+            self.sent.record(stream)
 
 
 class _Probed(NamedTuple):
@@ -127,16 +135,16 @@ class Padded(Batched):
             width = columns_captured(width) if most is None else min(columns_captured(width), most)
         return tuple([(name, (width,), x.dtype) for name, x in batch.items()])
 
-    def _replayed(self, batch: dict[str, Tensor]) -> tuple[list[Tensor], str]:
+    def _replayed(self, plan: Plan, given: dict[str, Any], early: bool = False) -> tuple[Any, str]:
         waiting = None
-        if MASK in batch and self.form(batch)[0][1] != batch[_IDS].shape[1:]:
-            left = (batch[MASK][:, 0] == 0).any()
+        if MASK in plan.names and plan.size[1][0][1] != given[_IDS].shape[1:]:
+            left = (given[MASK][:, 0] == 0).any()
             if left.is_cuda:
                 waiting = read_later(left)
             elif left:
-                return [], _LEFT
-        outputs, reason = super()._replayed(batch)
-        return ([], _LEFT) if waiting is not None and waiting() else (outputs, reason)
+                return None, _LEFT
+        outputs, reason = super()._replayed(plan, given, early)
+        return (None, _LEFT) if waiting is not None and waiting() else (outputs, reason)
 
     def unfit(self, batch: dict[str, Tensor]) -> str:
         """Why a batch cannot be filled up; found from the first one."""
@@ -242,14 +250,14 @@ class Padded(Batched):
         unseen = [name for name in named if name not in self._probed.columns]
         if unseen:
             raise RuntimeError(f"{type(self.model).__name__} returns {', '.join(unseen)} in training alone")
-        self._made[self._state] = kind, list(named)
+        self._made[self._state] = builder(kind, list(named)), list(named)
         return tuple(named.values())
 
     def describe(self) -> str:
         """How it is computed, for `explain`."""
         reason = self.failed or (self._probed.why_not if self._probed is not None else "")
-        if self.model_device().type != "cuda":
-            reason = "CUDA graphs need a GPU"
+        if not base.has_graphs(self.model_device()):
+            reason = images.NO_GPU
         how = f"stock: {reason}" if reason else "padded, replayed from CUDA graphs by batch and width"
         return f"{how}; not packed: {self.not_packed}"
 

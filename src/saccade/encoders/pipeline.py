@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.encoders import base
 from saccade.encoders.attention import Borders
 from saccade.encoders.capacity import size_of
 from saccade.encoders.packing import IDS, PLACES, POSITIONS, TYPES, Packed
@@ -112,12 +113,11 @@ def embed(served: Any, pool: Callable[[Tensor, Tensor], Tensor], batch: Packed) 
     with served.lock, torch.no_grad():
         state = served.state.read()
         device, watched = served.state.tensors[0].device, served.state.watched
-        if device.type == "cuda" and not watched and not served.failed:
+        if base.has_graphs(device) and not watched and not served.failed:
             gpu = served._graphs_on(device)
             graph = gpu.graph(state, size_of(batch.tokens, rows, batch.longest, served.most), False)
             if graph is not None:
-                gpu.turns.take(device)
-                hidden, *pooled = graph(batch)
+                hidden, *pooled = graph(batch, gpu.turns.take(device))
                 served.last = f"captured: {batch.tokens} tokens in a graph of {graph.inputs.capacity}"
                 # a copy, as the next replay overwrites both
                 return (
@@ -126,7 +126,7 @@ def embed(served: Any, pool: Callable[[Tensor, Tensor], Tensor], batch: Packed) 
                     else pool(hidden, graph.inputs.ends[: rows + 1]).clone()
                 )
         numbers, ends = (torch.as_tensor(x).to(device) for x in (batch.numbers, batch.ends))
-        served.last = f"unpadded{f': {watched or served.failed}' if device.type == 'cuda' else ''}"
+        served.last = f"unpadded{f': {watched or served.failed}' if base.has_graphs(device) else ''}"
         hidden = served.run_packed(numbers, Borders(ends, max(1, batch.longest)))
         return pool(hidden, ends)
 

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
-import threading
-from collections import OrderedDict
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.encoders import attention, families
+from saccade.encoders import attention, base, families
 from saccade.encoders.attention import Borders
+from saccade.encoders.base import OF_LOSSES, Encoder
 from saccade.encoders.capacity import Size, size_of
 from saccade.encoders.captured import Inside, running
 from saccade.encoders.fused import Fusion
-from saccade.encoders.gpu import Gpu
 from saccade.encoders.packing import Given, Packed, pack, packed_on_host, pieces_of, unpack
+from saccade.encoders.plans import Build, builder
 from saccade.encoders.pooling import Pool, keep
-from saccade.encoders.state import State
 from saccade.engine.calls import read_later
-from saccade.engine.problem import captured
 from saccade.engine.switch import REASON, is_disabled
 from saccade.errors import InvalidArgument
 
-_logger = logging.getLogger("saccade")
 # arguments that are packed; every other one has to be absent
 _PACKED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _USED = (
@@ -35,7 +29,6 @@ _USED = (
 # tokens of the run for which layers are compiled. The compiler shapes its kernels by them: with 16, GELU took 149 us of 19,463 tokens, and 47 in eager
 _EXAMPLE = 2048
 _LENGTH = 16  # of its sequences
-OF_LOSSES = "num_items_in_batch"  # Trainer gives it to a head, which passes it on; no encoder reads it
 _HARMLESS = {"return_dict", "use_cache", "output_attentions", "output_hidden_states"}
 
 
@@ -43,65 +36,18 @@ class Unfit(RuntimeError):
     """A model whose forward does not run as its family says."""
 
 
-class Encoder:
-    """A model whose forward is replayed. share: of the memory that was free, which graphs may hold."""
+class Facts(NamedTuple):
+    """The facts about a model and its config that calls need, read anew when they may have changed.
 
-    attention = attention.NAME  # its attention function while it is served; empty for a model that keeps its own
-    fallback = "it runs unpadded, without graphs"
-    packs = False  # whether its batches are packed
+    reason: why every call runs as stock; empty if nothing speaks against packing. longest: positions, None if there is no end. reads_first: whether
+    the first column of a batch is read behind the encoder. pooler: what is applied to the padded last layer.
+    """
 
-    def __init__(self, model: Any, share: float):
-        self.model, self.stock = model, model.forward
-        self.signature = inspect.signature(self.stock)
-        self.state, self.lock, self.share = State(model), threading.RLock(), share
-        self.graphs: OrderedDict[tuple, Any] = OrderedDict()  # by (state, slot, size), least recently used first
-        self.failed = ""  # why nothing is captured
-        self.last = "no call yet"
-        self._gpu: Gpu | None = None
-        self._said: set[str] = set()
-
-    def inputs(self, size: Any, device: torch.device) -> Any:
-        """The memory from which a graph of a size reads."""
-        raise NotImplementedError
-
-    def outputs(self, inputs: Any) -> tuple[Tensor, ...]:
-        """The tensors that the model returns for such inputs."""
-        raise NotImplementedError
-
-    def describe(self) -> str:
-        """How it is computed, for `explain`."""
-        raise NotImplementedError
-
-    def say(self, sentence: str) -> None:
-        """A warning, once."""
-        if sentence not in self._said:
-            self._said.add(sentence)
-            _logger.warning(sentence)
-
-    def _bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """The arguments of a call by their names, and why it runs as it is; empty if nothing speaks against it."""
-        if is_disabled():
-            return {}, REASON
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return {}, "the call is traced"
-        if captured():
-            return {}, "a CUDA graph of the caller is captured"
-        return self._named(args, kwargs)
-
-    def _named(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        if not args:
-            return kwargs, ""
-        try:
-            given = self.signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            return {}, str(error)
-        return given | given.pop("kwargs", {}), ""
-
-    def _graphs_on(self, device: torch.device) -> Gpu:
-        if self._gpu is None or self._gpu.device != device:
-            self.graphs.clear()
-            self._gpu = Gpu(self, device)
-        return self._gpu
+    reason: str
+    longest: int | None
+    reads_first: bool
+    return_dict: bool
+    pooler: Any
 
 
 class Served(Encoder):
@@ -120,6 +66,9 @@ class Served(Encoder):
         self.has_head = has_head
         self.unfit = ""  # why nothing is packed
         self.output_type: Any = None
+        self._builds: dict[int, Build] = {}  # of the output, by the number of its tensors
+        self._facts: Facts | None = None
+        self._changes = -1  # of the state for which facts were read
         self.pool: Pool | None = None  # what a graph puts out besides its rows
         self.pooling: Any = None  # the module of a SentenceTransformer that takes it
         self.mode = ""  # how that module pools
@@ -137,6 +86,9 @@ class Served(Encoder):
             return self.stock(*args, **kwargs)
         with self.lock:
             state = self.current_state()
+            if self.facts.reason:
+                self.last = f"stock: {self.facts.reason}"
+                return self.stock(*args, **kwargs)
             batch, used = self._pack(given)
             waiting = read_later(used) if isinstance(used, Tensor) else None
             try:
@@ -159,7 +111,7 @@ class Served(Encoder):
             return None
         with self.lock:
             state = self.current_state()
-            if self.state.tensors[0].device.type != "cuda" or self.state.watched or self.failed:
+            if not base.has_graphs(self.state.tensors[0].device) or self.facts.reason or self.state.watched or self.failed:
                 return None
             parts = [self._pooled(part, state) for part in pieces_of(given)]
         if None in parts:
@@ -181,9 +133,9 @@ class Served(Encoder):
         return None if pooled is None or (waiting is not None and waiting()) else (padded, pooled)
 
     def _read(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """The arguments of a call by their names, and why it runs as it is; empty if it is packed."""
+        """The arguments of a call by their names, and why it runs as it is; empty if they are packed unless the model speaks against it."""
         given, reason = self._bound(args, kwargs)
-        return given, reason or self._refused(given)
+        return given, reason or self._refused_arguments(given)
 
     def _call_inside(self, inside: Inside, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call in a captured function: that of its batch without waiting for the device, any other as stock."""
@@ -200,12 +152,32 @@ class Served(Encoder):
         self.last = f"stock: {reason}"
         return self.stock(*args, **kwargs)
 
+    @property
+    def facts(self) -> Facts:
+        """The facts about the model as its state was last read."""
+        if self._facts is None or self._changes != self.state.changes:
+            self._changes, self._facts = self.state.changes, self._read_facts()
+        return self._facts
+
+    def _read_facts(self) -> Facts:
+        config, pooler, reason = self.model.config, getattr(self.model, "pooler", None), ""
+        if config.output_attentions or config.output_hidden_states:
+            reason = "the config asks for attentions or hidden states"
+        elif config._attn_implementation != self.attention:
+            reason = f"its attention is {config._attn_implementation!r} now"
+        longest = getattr(config, "max_position_embeddings", None)
+        reads_first = not self.family.causal and (self.has_head or pooler is not None)
+        return Facts(reason, longest, reads_first, getattr(config, "return_dict", True), families.pooler_of(self.model))
+
     def _refused(self, given: dict[str, Any]) -> str:
+        return self._refused_arguments(given) or self.facts.reason
+
+    def _refused_arguments(self, given: dict[str, Any]) -> str:
         if is_disabled():
             return REASON
         if self.unfit:
             return self.unfit
-        ids, mask, config = given.get("input_ids"), given.get("attention_mask"), self.model.config
+        ids, mask = given.get("input_ids"), given.get("attention_mask")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
             return "it has no input_ids `[B, T]`"
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
@@ -215,16 +187,12 @@ class Served(Encoder):
                 continue
             if name not in _HARMLESS or (x and name != "return_dict"):
                 return f"{name} is asked for" if name in _HARMLESS else f"{name} is given"
-        if config.output_attentions or config.output_hidden_states:
-            return "the config asks for attentions or hidden states"
-        if config._attn_implementation != self.attention:
-            return f"its attention is {config._attn_implementation!r} now"
         return ""
 
     def _pack(self, given: dict[str, Any]) -> tuple[Packed, Tensor | bool]:
         ids: Tensor = given["input_ids"]
         mask, types, positions = (given.get(name) for name in _PACKED[1:])
-        longest = getattr(self.model.config, "max_position_embeddings", None)
+        longest = self.facts.longest
         if longest is not None and self.family.positions == "columns" and ids.shape[1] > longest and positions is None:
             raise InvalidArgument(
                 f"input_ids have {ids.shape[1]} tokens a row; the positions of {type(self.model).__name__} end at {longest}"
@@ -235,11 +203,10 @@ class Served(Encoder):
                 raise InvalidArgument(f"{name} lies on {x.device} and input_ids on {ids.device}; they must lie together")
         if ids.is_cuda and ids.device != device:
             raise InvalidArgument(f"input_ids lie on {ids.device} and the model on {device}; ids on the host are brought there")
-        if device.type == "cuda" and not ids.is_cuda and ids.numel() > packed_on_host():
+        if base.has_graphs(device) and not ids.is_cuda and ids.numel() > packed_on_host():
             ids = ids.to(device, non_blocking=True)
             mask, types, positions = (x if x is None else x.to(device, non_blocking=True) for x in (mask, types, positions))
-        reads_first = not self.family.causal and (self.has_head or getattr(self.model, "pooler", None) is not None)
-        batch, used = pack(Given(ids, mask, types, positions), self.family, self.padding, reads_first)
+        batch, used = pack(Given(ids, mask, types, positions), self.family, self.padding, self.facts.reads_first)
         last = batch.longest + self.padding
         if (
             self.family.positions == "counted"
@@ -256,8 +223,8 @@ class Served(Encoder):
     def _hidden(self, batch: Packed, state: int, mask: Tensor | None) -> Tensor:
         """The last layer, padded."""
         device, watched = self.state.tensors[0].device, self.state.watched
-        if device.type != "cuda" or watched or self.failed:
-            self.last = f"unpadded{f': {watched or self.failed}' if device.type == 'cuda' else ''}"
+        if not base.has_graphs(device) or watched or self.failed:
+            self.last = f"unpadded{f': {watched or self.failed}' if base.has_graphs(device) else ''}"
             return self._eager(batch, device)
         padded, pooled = self._graphs_on(device).hidden(batch, state)
         if pooled is not None:
@@ -267,7 +234,13 @@ class Served(Encoder):
     def current_state(self) -> int:
         """The number of the model's state. Before the first graph of a state, fused layers are compiled, and weights put side by side."""
         number, fusion = self.state.read(), self.fusion
-        if fusion is None or fusion.failed or self.failed or self.state.watched or self.state.tensors[0].device.type != "cuda":
+        if (
+            fusion is None
+            or fusion.failed
+            or self.failed
+            or self.state.watched
+            or not base.has_graphs(self.state.tensors[0].device)
+        ):
             return number
         if not fusion.knows(number):
             self.say(
@@ -334,22 +307,28 @@ class Served(Encoder):
         expected = families.layers_of(model.config)
         if borders.layers != expected:
             raise Unfit(f"{type(model).__name__} called its attention {borders.layers} times for {expected} layers")
-        self.output_type = type(found)
+        if type(found) is not self.output_type:
+            self.output_type, self._builds = type(found), {}
         return found.last_hidden_state[0]
 
     def _outputs(self, padded: Tensor, return_dict: bool | None) -> Any:
         """The padded last layer in the form that the model's own forward returns."""
         assert self.output_type is not None, "a forward has run"
-        pooler = families.pooler_of(self.model)
-        found = self.output_type(last_hidden_state=padded, **({} if pooler is None else {"pooler_output": pooler(padded)}))
-        wanted = getattr(self.model.config, "return_dict", True) if return_dict is None else return_dict
-        return found if wanted else found.to_tuple()
+        pooler = self.facts.pooler
+        outputs = (
+            {"last_hidden_state": padded} if pooler is None else {"last_hidden_state": padded, "pooler_output": pooler(padded)}
+        )
+        build = self._builds.get(len(outputs))
+        if build is None:
+            build = self._builds[len(outputs)] = builder(self.output_type, [*outputs])
+        found = build([*outputs.values()])
+        return found if (self.facts.return_dict if return_dict is None else return_dict) else found.to_tuple()
 
     # --- for graphs and the handle
 
     def describe(self) -> str:
         """How it is computed, for `explain`."""
-        if next(self.model.parameters()).device.type != "cuda":
+        if not base.has_graphs(next(self.model.parameters()).device):
             return "packed, computed without graphs, which need a GPU"
         if self.failed:
             return f"packed, computed without graphs: {self.failed}"
@@ -358,7 +337,7 @@ class Served(Encoder):
     @property
     def most(self) -> int:
         """Tokens that a sequence may have."""
-        return int(getattr(self.model.config, "max_position_embeddings", 2**14) or 2**14)
+        return int(self.facts.longest or 2**14)
 
     def inputs(self, size: Size, device: torch.device) -> Any:
         """The memory of a graph of a size."""
@@ -377,5 +356,5 @@ class Served(Encoder):
         with self.lock:
             state = self.current_state()
             device = self.state.tensors[0].device
-            if device.type == "cuda":
+            if base.has_graphs(device):
                 self._graphs_on(device).make(state, size_of(tokens, 1, 1, self.most), train)

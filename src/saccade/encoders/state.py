@@ -8,18 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 from saccade import native
+from saccade.engine import prepare
 
-_requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
-_values, _address = methodcaller("values"), Tensor.data_ptr
+_requires_grad, _dtype, _values = attrgetter("requires_grad"), attrgetter("dtype"), methodcaller("values")
+_address, _stride, _numel = Tensor.data_ptr, Tensor.stride, Tensor.numel
+# modules whose forward reads their parameters and their input alone
+_SIMPLE = frozenset((nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv2d, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Identity))
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+# hooks that every module of the process calls
+_GLOBAL_HOOKS = [getattr(modules, f"_global_{name}_hooks") for name in ("forward", "forward_pre", "backward", "backward_pre")]
 _MOST = 64  # states that are remembered; only a model that is changed again and again reaches it
 
 
-def autocast_of(device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast on a device, None where it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+def autocast_of(kind: str) -> torch.dtype | None:
+    """The dtype of autocast on a kind of device, None where it is off."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 class State:
@@ -27,60 +33,99 @@ class State:
 
     It is read at each call, so the modules are listed once, and again when one of them holds another part. C++ finds that nothing has changed since the
     last call; without it Python does, in 90 us for MiniLM on one machine and 310 on another.
+
+    Attributes:
+        changes: counts the reads that may have found a change, of the config too. Facts that are worked out from the model hold until it rises.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.tensors: list[Tensor] = []
         self.parameters: list[Tensor] = []  # those that want a gradient, tied ones once
-        self._parts: list[int] = []
-        self._quick: tuple[Any, ...] | None = None
         self.watched = ""  # what a replay would pass by, in words; empty if there is nothing
+        self.changes = 0
+        self._parts: list[int] = []
+        self._quick: tuple[bytes, list[Any]] | None = None
+        self._places: Any = None  # of the tensors, as C++ knows them
+        self._held: list[Any] = []  # the objects whose addresses `_quick` holds: no other object gets such an address
         self._last: list[Any] = []
         self._number = self._count = 0
         self._known: dict[tuple, int] = {}
         self._others: set[str] = set()
+        self._kind = "cpu"
         self._list()
 
     def _list(self) -> None:
         self._modules = list(self.model.modules())
-        self._dicts = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
-        self._owns = [m.__dict__ for m in self._modules]
-        self._hooks = [
+        # of most modules the parameters alone matter: neither their mode nor a part that they are given changes what they compute
+        others = [m for m in self._modules if type(m) not in _SIMPLE]
+        self._dicts = [m._parameters for m in self._modules] + [d for m in others for d in (m._buffers, m._modules)]
+        self._owns = [m.__dict__ for m in others]
+        self._hooks = _GLOBAL_HOOKS + [
             hooks
             for m in self._modules
             if m is not self.model
             for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
         ]
-        self._dropouts = [m for m in self._modules if isinstance(m, nn.Dropout)]
-        self._paths = [m for m in self._modules if isinstance(getattr(m, "drop_prob", None), float)]  # of timm and DINOv2
+        paths = [m for m in self._modules if isinstance(getattr(m, "drop_prob", None), float)]  # of timm and DINOv2
         self._adapters = [m for m in self._modules if hasattr(m, "_disable_adapters")]  # of peft
         # FSDP puts whole parameters in the place of its shards for the time of a call, and frees them before backward
         self._gathered = any("_is_fsdp_managed_module" in own for own in self._owns)
         self._checkpointed = [m for m in self._modules if hasattr(m, "gradient_checkpointing")]
+        self._marks = [
+            *[(m.__dict__, "p") for m in self._modules if isinstance(m, nn.Dropout)],
+            *[(m.__dict__, "drop_prob") for m in paths],
+            *[(m.__dict__, "gradient_checkpointing") for m in self._checkpointed],
+        ]
+        own = self.model.__dict__
+        # the graphs of a state do not depend on these, but the calls that are captured do
+        self._choices = [(own, "config"), (own, "grad_checkpointing")]
 
     def read(self) -> int:
         """The number of the state as it is now."""
-        if self._quick is None or self._quick != self._read_quickly():
+        if not self._is_quick():
             self._read_all()
-            self._quick = self._read_quickly()  # of the modules as they are listed now
+            self._keep()
+            self.changes += 1
         return self._number
 
-    def _read_quickly(self) -> tuple[Any, ...] | None:
-        """All that a state depends on, which is the same only if the state is; None without C++."""
+    def may_hold(self) -> bool:
+        """Whether a graph of the last state may run before `read` says that nothing has changed: a replay reads no memory that was freed, and the
+        changes that are made again and again are ruled out. False without C++."""
+        if self._places is None or self._quick is None or native.module is None:
+            return False
+        return self._quick[1] == self._numbers() and native.module.hold(self._places)
+
+    def _is_quick(self) -> bool:
+        """Whether nothing on which the state depends has changed, as far as C++ can tell; False without C++."""
+        if native.module is None or self._quick is None:
+            return False
+        kept, numbers = self._quick
+        return numbers == self._numbers() and native.module.is_state(kept, torch.is_grad_enabled(), *self._walked)
+
+    def _keep(self) -> None:
+        """Note the state for the next read."""
+        self._quick = self._places = None
         if native.module is None:
-            return None
-        return native.module.state_of(self._dicts, self._hooks, self._owns), self._numbers()
+            if self._kind == "cuda":
+                native.start(prepare.forget)
+            return
+        config = getattr(self.model.__dict__.get("config"), "__dict__", {})
+        marks = [*self._marks, *self._choices]
+        self._walked = [*self._dicts, config], self._hooks, self._owns, marks
+        self._held = [*config.values(), *[own.get(name) for own, name in marks]]
+        self._quick = native.module.state_of(*self._walked), self._numbers()
+        # a replay that is dropped must not have drawn random numbers
+        draws = any(own.get("training") for own in self._owns)
+        self._places = None if self.watched or draws else native.module.places_of(self.tensors)
 
     def _numbers(self) -> list[Any]:
-        """The numbers that lie outside of the parts of the modules."""
+        """The numbers that lie outside of the modules' attributes."""
         return [
-            [m.p for m in self._dropouts] + [m.drop_prob for m in self._paths],
-            [_switches(m) for m in self._adapters],
-            [m.gradient_checkpointing for m in self._checkpointed],
-            self.tensors[0].dtype,
-            autocast_of(self.tensors[0].device),
+            autocast_of(self._kind),
             torch.are_deterministic_algorithms_enabled(),
+            self.model.training,
+            *([_switches(m) for m in self._adapters] if self._adapters else ()),
         ]
 
     def _read_all(self) -> None:
@@ -93,16 +138,22 @@ class State:
             self.tensors = [x for x in values if isinstance(x, Tensor)]
             # DTensors and quantised weights: what an operation of theirs launches is theirs to know
             self._others = {type(x).__name__ for x in self.tensors if type(x) not in _PLAIN}
+        self._kind = self.tensors[0].device.type
         self.watched = self._watched()
+        plain = [] if self._others else self.tensors
         found = [
-            [] if self._others else [*map(_address, self.tensors)],
+            [*map(_address, plain)],
+            [*map(_dtype, plain)],
+            [*map(_numel, plain)],
+            [*map(_stride, plain)],
             [*map(_requires_grad, self.tensors)],
-            [*map(_training, self._modules)],
-            *self._numbers(),
+            [own.get("training") for own in self._owns],
+            [own.get(name) for own, name in self._marks],
+            self._numbers(),
         ]
         if found != self._last:
             self.parameters = list({id(x): x for x in self.tensors if x.requires_grad}.values())
-            key = tuple([tuple(x) if isinstance(x, list) else x for x in found])
+            key = tuple([tuple(x) for x in found])
             if key not in self._known:
                 if len(self._known) >= _MOST:
                     self._known.clear()

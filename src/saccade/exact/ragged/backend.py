@@ -62,8 +62,8 @@ def _describe(problem: VarlenProblem) -> str:
         return _describe_tokens(problem)
     block, size, longest = _block(problem.head_dim), problem.dtype.itemsize, max(problem.max_q, problem.max_k)
     buckets = _describe_buckets(problem)
-    plain = problem.same_lengths and problem.bias is None and not problem.dropout_p
-    if problem.device_type != "cuda" or not in_token_tiles(size, block, longest, plain):
+    packed = problem.device_type == "cuda" and problem.same_lengths
+    if not packed or not in_token_tiles(size, block, longest, problem.bias is not None):
         return buckets
     most = MOST_EAGER // (problem.heads * block)
     return f"up to {most:,} tokens {_describe_tokens(problem)}; beyond, {buckets}"

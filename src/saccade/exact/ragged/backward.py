@@ -55,12 +55,20 @@ def _weights(scores, shift, HAS_BIAS: tl.constexpr, FLOAT32: tl.constexpr):
 
 @triton.jit
 def _whole_sequence(
-    tensors, strides, written, where, heads, head_dim, scale, dropout_p, max_k, bias_sum,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr,
+    tensors, strides, written, where, numbers, bias_sum, ROWS: tl.constexpr, SHAPE: tl.constexpr, HAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a sequence that a tile holds, for a key head and the query heads of its group; bias_sum with dS added."""
+    heads, head_dim, scale, dropout_p, max_k = numbers
+    GROUP: tl.constexpr = SHAPE[0]
+    TILE: tl.constexpr = SHAPE[1]
+    BLOCK_D: tl.constexpr = SHAPE[2]
+    CAUSAL: tl.constexpr = HAS[0]
+    HAS_BIAS: tl.constexpr = HAS[1]
+    BIAS_GRAD: tl.constexpr = HAS[2]
+    HAS_DROPOUT: tl.constexpr = HAS[3]
+    HAS_DLSE: tl.constexpr = HAS[4]
+    MASK_D: tl.constexpr = HAS[5]
     query, key, value, bias, seed, dout, lse, dlse, dquery, dkey, dvalue = tensors
     query_strides, key_strides, value_strides, dout_strides, bias_strides, lse_stride = strides
     dquery_strides, dkey_strides, dvalue_strides = written
@@ -149,13 +157,13 @@ def backward_tile_kernel(
             is_small = tl.maximum(q_len, k_len) <= SMALL
             if is_small:
                 _whole_sequence(
-                    tensors, strides, written, where, heads, head_dim, scale, dropout_p, max_k, bias_sum, ROWS, GROUP, SMALL, BLOCK_D,
-                    CAUSAL, HAS_BIAS, BIAS_GRAD, HAS_DROPOUT, HAS_DLSE, MASK_D, PRECISION,
+                    tensors, strides, written, where, (heads, head_dim, scale, dropout_p, max_k), bias_sum, ROWS,
+                    (GROUP, SMALL, BLOCK_D), (CAUSAL, HAS_BIAS, BIAS_GRAD, HAS_DROPOUT, HAS_DLSE, MASK_D), PRECISION,
                 )  # fmt: skip
         if not is_small:
             bias_sum = _whole_sequence(
-                tensors, strides, written, where, heads, head_dim, scale, dropout_p, max_k, bias_sum, ROWS, GROUP, TILE, BLOCK_D,
-                CAUSAL, HAS_BIAS, BIAS_GRAD, HAS_DROPOUT, HAS_DLSE, MASK_D, PRECISION,
+                tensors, strides, written, where, (heads, head_dim, scale, dropout_p, max_k), bias_sum, ROWS,
+                (GROUP, TILE, BLOCK_D), (CAUSAL, HAS_BIAS, BIAS_GRAD, HAS_DROPOUT, HAS_DLSE, MASK_D), PRECISION,
             )  # fmt: skip
     if BIAS_GRAD:
         # this program's share, `[queries, keys]`
@@ -191,14 +199,24 @@ def delta_kernel(
 
 @triton.jit
 def pair_gradients(
-    q, k, v, do, lse, inverse, delta, lse_strides, seed, beside, beside_strides, s, h, problem, q_first, q_len, k_len, reach, max_k, first_query,
-    first_key, factor, windows, dropout_p, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WIDE: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    tiles, tensors, strides, where, numbers, SHAPE: tl.constexpr, CAUSAL: tl.constexpr, HAS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(P^T after dropout, dS^T without its factor) of a tile of keys and one of queries.
 
     Beside a bias lse holds the largest score of each row and inverse one over the sum of its weights: their logarithm may be lost in lse.
     """
+    q, k, v, do = tiles
+    lse, inverse, delta, seed, beside = tensors
+    lse_strides, beside_strides = strides
+    s, h, problem, q_first, q_len, k_len, reach, max_k, first_query, first_key = where
+    factor, windows, dropout_p = numbers
+    TILE_Q: tl.constexpr = SHAPE[0]
+    TILE_K: tl.constexpr = SHAPE[1]
+    HAS_MASK: tl.constexpr = HAS[0]
+    HAS_BIAS: tl.constexpr = HAS[1]
+    WIDE: tl.constexpr = HAS[2]
+    HAS_DROPOUT: tl.constexpr = HAS[3]
     mask, bias = beside
     queries, keys = first_query + tl.arange(0, TILE_Q), first_key + tl.arange(0, TILE_K)
     log_sum = tl.load(lse_of(lse, lse_strides, s, q_first, h) + queries, mask=queries < q_len, other=float("-inf"))
@@ -279,9 +297,10 @@ def backward_keys_kernel(
                         dout, dout_strides, ROWS[3], (s, q_first, h), start, (q_len, head_dim), TILE_Q, BLOCK_D, MASK_D
                     )
                     dropped, dscores = pair_gradients(
-                        q, k, v, do, lse, inverse, delta, (lse_batch_stride, lse_stride), seed, (mask, bias), beside_strides, s, h, s * heads + h,
-                        q_first, q_len, k_len, reach, max_k, start, first, factor, windows, dropout_p, TILE_Q, TILE_K, CAUSAL, HAS_MASK,
-                        HAS_BIAS, WIDE, HAS_DROPOUT, PRECISION,
+                        (q, k, v, do), (lse, inverse, delta, seed, (mask, bias)),
+                        ((lse_batch_stride, lse_stride), beside_strides),
+                        (s, h, s * heads + h, q_first, q_len, k_len, reach, max_k, start, first), (factor, windows, dropout_p),
+                        (TILE_Q, TILE_K), CAUSAL, (HAS_MASK, HAS_BIAS, WIDE, HAS_DROPOUT), PRECISION,
                     )  # fmt: skip
                     # dV += P^T dO, dK += dS^T Q
                     dv = tl.dot(dropped, do, dv, input_precision=PRECISION)
@@ -333,9 +352,9 @@ def backward_queries_kernel(
                     value, value_strides, ROWS[2], (s, k_first, h // GROUP), start, (k_len, head_dim), TILE_K, BLOCK_D, MASK_D
                 )
                 _, dscores = pair_gradients(
-                    q, k, v, do, lse, inverse, delta, (lse_batch_stride, lse_stride), seed, (mask, bias), beside_strides, s, h, s * heads + h,
-                    q_first, q_len, k_len, reach, max_k, first, start, factor, windows, dropout_p, TILE_Q, TILE_K, CAUSAL, HAS_MASK, HAS_BIAS,
-                    WIDE, HAS_DROPOUT, PRECISION,
+                    (q, k, v, do), (lse, inverse, delta, seed, (mask, bias)), ((lse_batch_stride, lse_stride), beside_strides),
+                    (s, h, s * heads + h, q_first, q_len, k_len, reach, max_k, first, start), (factor, windows, dropout_p),
+                    (TILE_Q, TILE_K), CAUSAL, (HAS_MASK, HAS_BIAS, WIDE, HAS_DROPOUT), PRECISION,
                 )  # fmt: skip
                 # dQ += dS K
                 dq = tl.dot(tl.trans(dscores.to(q.dtype)), k, dq, input_precision=PRECISION)

@@ -44,8 +44,8 @@ def weights_kernel(
                     key, key_strides, ROWS[1], (s, k_first, h // GROUP), start, (k_len, head_dim), TILE_K, BLOCK_D, MASK_D
                 )
                 scores = masked_scores(
-                    q, k, (mask, bias), beside_strides, s, h, first, start, q_len, k_len, reach, scale, windows, TILE_Q, TILE_K, True, CAUSAL,
-                    HAS_MASK, True, WIDE, PRECISION,
+                    q, k, (mask, bias), beside_strides, (s, h, first, start, q_len, k_len, reach), (scale, windows),
+                    (TILE_Q, TILE_K), (True, CAUSAL), (HAS_MASK, True, WIDE), PRECISION,
                 )  # fmt: skip
                 larger = tl.maximum(largest, tl.max(scores, 1))
                 shift = tl.where(larger == float("-inf"), 0.0, larger)
@@ -108,9 +108,10 @@ def backward_bias_kernel(
                         MASK_D,
                     )
                     _, dscores = pair_gradients(
-                        q, k, v, do, row_max, inverse, delta, (lse_batch_stride, lse_stride), seed, (mask, bias), beside_strides, s, h,
-                        s * heads + h, q_first, q_len, k_len, reach, max_k, first, first_key, scale, windows, dropout_p, TILE_Q, TILE_K, CAUSAL,
-                        HAS_MASK, True, WIDE, HAS_DROPOUT, PRECISION,
+                        (q, k, v, do), (row_max, inverse, delta, seed, (mask, bias)),
+                        ((lse_batch_stride, lse_stride), beside_strides),
+                        (s, h, s * heads + h, q_first, q_len, k_len, reach, max_k, first, first_key),
+                        (scale, windows, dropout_p), (TILE_Q, TILE_K), CAUSAL, (HAS_MASK, True, WIDE, HAS_DROPOUT), PRECISION,
                     )  # fmt: skip
                     found += dscores
         queries, keys = first + tl.arange(0, TILE_Q), first_key + tl.arange(0, TILE_K)

@@ -84,7 +84,7 @@ class RaggedCall:
         """Whether the call is of a kind that token tiles compute outside of CUDA graphs, up to MOST_EAGER numbers."""
         args = self.args
         packed = not self.dense and args.cu_seqlens_q is args.cu_seqlens_k and self.total_q == self.total_k
-        taken = in_token_tiles(self.size, self.block_d, max(args.max_q, args.max_k), args.bias is None and args.seed is None)
+        taken = in_token_tiles(self.size, self.block_d, max(args.max_q, args.max_k), args.bias is not None)
         return taken and packed and args.query.is_cuda and self.sequences <= MOST_AT_ONCE
 
     @property

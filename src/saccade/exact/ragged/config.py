@@ -118,9 +118,9 @@ def long_config(direction: str, block_d: int, element_size: int, arch: int) -> L
 MOST_EAGER = 2**25
 
 
-def in_token_tiles(element_size: int, block_d: int, longest: int, plain: bool) -> bool:
-    """Whether token tiles take packed self-attention outside of CUDA graphs, up to MOST_EAGER numbers. plain: it has neither a bias nor dropout."""
-    return plain and element_size == 2 and block_d <= TOKENS_MAX_DIM and longest <= TILES[-1]
+def in_token_tiles(element_size: int, block_d: int, longest: int, has_bias: bool) -> bool:
+    """Whether token tiles take packed self-attention outside of CUDA graphs, up to MOST_EAGER numbers."""
+    return not has_bias and element_size == 2 and block_d <= TOKENS_MAX_DIM and longest <= TILES[-1]
 
 
 class TokenConfig(NamedTuple):

@@ -34,11 +34,17 @@ from saccade.exact.ragged.tiles import (
 
 @triton.jit
 def _whole_sequence(
-    tensors, strides, where, heads, head_dim, scale, dropout_p, max_k,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, PRECISION: tl.constexpr,
+    tensors, strides, where, numbers, ROWS: tl.constexpr, SHAPE: tl.constexpr, CAUSAL: tl.constexpr, HAS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a sequence that a tile holds, for one head."""
+    heads, head_dim, scale, dropout_p, max_k = numbers
+    GROUP: tl.constexpr = SHAPE[0]
+    TILE: tl.constexpr = SHAPE[1]
+    BLOCK_D: tl.constexpr = SHAPE[2]
+    HAS_BIAS: tl.constexpr = HAS[0]
+    HAS_DROPOUT: tl.constexpr = HAS[1]
+    MASK_D: tl.constexpr = HAS[2]
     query, key, value, bias, seed, out, lse = tensors
     query_strides, key_strides, value_strides, out_strides, bias_strides, lse_stride = strides
     s, h, q_first, q_len, k_first, k_len = where
@@ -95,25 +101,34 @@ def forward_tile_kernel(
             is_small = tl.maximum(q_len, k_len) <= SMALL
             if is_small:
                 _whole_sequence(
-                    tensors, strides, where, heads, head_dim, scale, dropout_p, max_k, ROWS, GROUP, SMALL, BLOCK_D, CAUSAL,
-                    HAS_BIAS, HAS_DROPOUT, MASK_D, PRECISION,
+                    tensors, strides, where, (heads, head_dim, scale, dropout_p, max_k), ROWS, (GROUP, SMALL, BLOCK_D), CAUSAL,
+                    (HAS_BIAS, HAS_DROPOUT, MASK_D), PRECISION,
                 )  # fmt: skip
         if not is_small:
             _whole_sequence(
-                tensors, strides, where, heads, head_dim, scale, dropout_p, max_k, ROWS, GROUP, TILE, BLOCK_D, CAUSAL,
-                HAS_BIAS, HAS_DROPOUT, MASK_D, PRECISION,
+                tensors, strides, where, (heads, head_dim, scale, dropout_p, max_k), ROWS, (GROUP, TILE, BLOCK_D), CAUSAL,
+                (HAS_BIAS, HAS_DROPOUT, MASK_D), PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
 def masked_scores(
-    q, k, beside, beside_strides, s, h, first_query, start, q_len, k_len, reach, factor, windows, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, beside, beside_strides, where, numbers, SHAPE: tl.constexpr, SEEN: tl.constexpr, HAS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores of a tile, -inf where a pair is not seen: in base e beside a bias, for which in base 2 they would overflow from 2.4e38 on, else in base 2.
 
     MASKED: it may hold keys that do not exist or are not seen. reach: keys that query 0 sees beyond its own. beside: (mask, bias).
     """
+    s, h, first_query, start, q_len, k_len, reach = where
+    factor, windows = numbers
+    TILE_Q: tl.constexpr = SHAPE[0]
+    TILE_K: tl.constexpr = SHAPE[1]
+    MASKED: tl.constexpr = SEEN[0]
+    CAUSAL: tl.constexpr = SEEN[1]
+    HAS_MASK: tl.constexpr = HAS[0]
+    HAS_BIAS: tl.constexpr = HAS[1]
+    WIDE: tl.constexpr = HAS[2]
     mask, bias = beside
     lines, columns = tl.arange(0, TILE_Q)[:, None], tl.arange(0, TILE_K)[None, :]
     exists = (lines < q_len - first_query) & (columns < k_len - start)
@@ -135,17 +150,30 @@ def masked_scores(
 
 @triton.jit
 def _key_tile(
-    q, o, row_max, row_sum, key, value, key_strides, value_strides, KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr, seed, beside,
-    beside_strides, s, h, problem, owner, k_first, start, q_len, k_len, reach, max_k, head_dim, factor, windows, dropout_p, first_query,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WIDE: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, PRECISION: tl.constexpr,
+    q, state, tensors, strides, where, numbers, ROWS: tl.constexpr, SHAPE: tl.constexpr, HAS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step over a tile of keys."""
+    o, row_max, row_sum = state
+    key, value, seed, beside = tensors
+    key_strides, value_strides, beside_strides = strides
+    s, h, problem, owner, k_first, start, q_len, k_len, reach, max_k, first_query = where
+    head_dim, factor, windows, dropout_p = numbers
+    TILE_Q: tl.constexpr = SHAPE[0]
+    TILE_K: tl.constexpr = SHAPE[1]
+    BLOCK_D: tl.constexpr = SHAPE[2]
+    MASKED: tl.constexpr = HAS[0]
+    CAUSAL: tl.constexpr = HAS[1]
+    HAS_MASK: tl.constexpr = HAS[2]
+    HAS_BIAS: tl.constexpr = HAS[3]
+    WIDE: tl.constexpr = HAS[4]
+    HAS_DROPOUT: tl.constexpr = HAS[5]
+    MASK_D: tl.constexpr = HAS[6]
     limit = k_len if MASKED else start + TILE_K
-    k = load_rows(key, key_strides, KEY_ROW, (s, k_first, owner), start, (limit, head_dim), TILE_K, BLOCK_D, MASK_D)
+    k = load_rows(key, key_strides, ROWS[1], (s, k_first, owner), start, (limit, head_dim), TILE_K, BLOCK_D, MASK_D)
     scores = masked_scores(
-        q, k, beside, beside_strides, s, h, first_query, start, q_len, k_len, reach, factor, windows, TILE_Q, TILE_K, MASKED, CAUSAL, HAS_MASK,
-        HAS_BIAS, WIDE, PRECISION,
+        q, k, beside, beside_strides, (s, h, first_query, start, q_len, k_len, reach), (factor, windows), (TILE_Q, TILE_K),
+        (MASKED, CAUSAL), (HAS_MASK, HAS_BIAS, WIDE), PRECISION,
     )  # fmt: skip
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     # a query that has seen no key yet: -inf - -inf would be NaN
@@ -157,7 +185,7 @@ def _key_tile(
     if HAS_DROPOUT:
         kept = survivors(tl.load(seed), problem, dropout_p, first_query, start, max_k, TILE_Q, TILE_K)
         weights = tl.where(kept != 0, weights / (1.0 - dropout_p), 0.0)
-    v = load_rows(value, value_strides, VALUE_ROW, (s, k_first, owner), start, (limit, head_dim), TILE_K, BLOCK_D, MASK_D)
+    v = load_rows(value, value_strides, ROWS[2], (s, k_first, owner), start, (limit, head_dim), TILE_K, BLOCK_D, MASK_D)
     # O = rescale O + P V
     o = tl.dot(weights.to(q.dtype), v, o * rescale[:, None], input_precision=PRECISION)
     return o, new_max, row_sum
@@ -205,15 +233,17 @@ def forward_long_kernel(
             whole, end = keys_of(first, k_len, reach, TILE_Q, TILE_K, CAUSAL)
             for start in tl.range(0, whole, TILE_K, num_stages=STAGES):
                 o, row_max, row_sum = _key_tile(
-                    q, o, row_max, row_sum, key, value, key_strides, value_strides, ROWS[1], ROWS[2], seed, (mask, bias), beside_strides, s, h,
-                    s * heads + h, h // GROUP, k_first, start, q_len, k_len, reach, max_k, head_dim, factor, windows, dropout_p, first, TILE_Q,
-                    TILE_K, BLOCK_D, False, CAUSAL, HAS_MASK, HAS_BIAS, WIDE, HAS_DROPOUT, MASK_D, PRECISION,
+                    q, (o, row_max, row_sum), (key, value, seed, (mask, bias)), (key_strides, value_strides, beside_strides),
+                    (s, h, s * heads + h, h // GROUP, k_first, start, q_len, k_len, reach, max_k, first),
+                    (head_dim, factor, windows, dropout_p), ROWS, (TILE_Q, TILE_K, BLOCK_D),
+                    (False, CAUSAL, HAS_MASK, HAS_BIAS, WIDE, HAS_DROPOUT, MASK_D), PRECISION,
                 )  # fmt: skip
             for start in tl.range(whole, end, TILE_K, num_stages=1):
                 o, row_max, row_sum = _key_tile(
-                    q, o, row_max, row_sum, key, value, key_strides, value_strides, ROWS[1], ROWS[2], seed, (mask, bias), beside_strides, s, h,
-                    s * heads + h, h // GROUP, k_first, start, q_len, k_len, reach, max_k, head_dim, factor, windows, dropout_p, first, TILE_Q,
-                    TILE_K, BLOCK_D, True, CAUSAL, HAS_MASK, HAS_BIAS, WIDE, HAS_DROPOUT, MASK_D, PRECISION,
+                    q, (o, row_max, row_sum), (key, value, seed, (mask, bias)), (key_strides, value_strides, beside_strides),
+                    (s, h, s * heads + h, h // GROUP, k_first, start, q_len, k_len, reach, max_k, first),
+                    (head_dim, factor, windows, dropout_p), ROWS, (TILE_Q, TILE_K, BLOCK_D),
+                    (True, CAUSAL, HAS_MASK, HAS_BIAS, WIDE, HAS_DROPOUT, MASK_D), PRECISION,
                 )  # fmt: skip
             inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
             store_rows(

@@ -39,6 +39,8 @@ from saccade.native.described import (
 Places = dict[str, Place]
 NULL: Place = (-1, 0)
 _BOUNDS = 12  # bytes of the bounds of a token
+# what takes the place of numbers of token tiles; the words of a row are those of its kind, and there is no window
+_TOKEN_NUMBERS = {"total": QUERIES, "sequences": SEQUENCES, "steps": HALVINGS, "longest": LONGEST_K}
 # what takes the place of `RaggedCall.varying`
 _VARYING = (QUERIES, KEYS, SEQUENCES, QUERIES, LONGEST_Q, LONGEST_K)
 # and of `sm90.Plan.free`
@@ -93,22 +95,31 @@ class _Known(NamedTuple):
 
 
 def _describe_tokens(
-    args: VarlenArgs, others: dict[str, Tensor], places: Places, launch_of: Callable[[RaggedCall, Tensor], TokenLaunch]
+    args: VarlenArgs, others: dict[str, Tensor], places: Places, launch_of: Callable[[RaggedCall, Tensor, Tensor], TokenLaunch]
 ) -> Planned | None:
-    """Token tiles: the bounds of a batch are found in scratch memory first."""
-    bounds = args.cu_seqlens_q.new_empty(0)  # stands for it: it starts at a multiple of 16 bytes as well
-    call, named = RaggedCall(args), args._asdict() | others | {"scratch": bounds}
+    """Token tiles: the bounds of a batch, and which weights survive dropout, are found in scratch memory first."""
+    bounds, drawn = (
+        args.cu_seqlens_q.new_empty(0) for _ in range(2)
+    )  # stand for it: it starts at a multiple of 16 bytes as well
+    call, named = RaggedCall(args), args._asdict() | others
     known = [(named[name], place) for name, place in places.items() if isinstance(named.get(name), Tensor)]
+    slot, _ = places["scratch"]
+    known += [(bounds, (slot, 0)), (drawn, (slot + 1, 0))]
+    drops, words = args.seed is not None, token_launches.words_of(call)
+    steps = [token_launches.find_bounds(args.cu_seqlens_q, call.total_q, bounds)]
+    if drops:
+        steps.append(token_launches.draw(call, bounds, drawn))
     found = []
-    for launch in (token_launches.find_bounds(args.cu_seqlens_q, call.total_q, bounds), launch_of(call, bounds)):
+    for launch in (*steps, launch_of(call, bounds, drawn if drops else bounds)):
         compiled = compiled_any(launch.kernel, launch.tensors, launch.numbers, num_warps=launch.warps)
         if compiled is None:
             return None
         where = tuple([next(place for tensor, place in known if tensor is x) for x in launch.tensors])
-        varying = (QUERIES, SEQUENCES, HALVINGS, 0, 0, 0)[: len(launch.varying)]
+        varying = tuple([_TOKEN_NUMBERS.get(name, value) for name, value in launch.varying.items()])
         found.append(triton.describe(compiled, launch.programs, where, (*varying, *launch.numbers), tile=launch.tile))
     described = _all(found)
-    return None if described is None else Planned(described, (0,), (_BOUNDS,))
+    per_token = (_BOUNDS, 4 * call.heads * words)[: 1 + drops]
+    return None if described is None else Planned(described, (0,) * len(per_token), per_token)
 
 
 def _known(args: VarlenArgs, others: dict[str, Tensor], places: Places) -> tuple[RaggedCall, RaggedCall, _Known] | None:
@@ -137,8 +148,8 @@ def describe_forward(args: VarlenArgs, out: Tensor, lse: Tensor, places: Places)
     return None if launches is None else Planned(launches)
 
 
-def _forward_tokens(out: Tensor, lse: Tensor, call: RaggedCall, bounds: Tensor) -> TokenLaunch:
-    return token_launches.forward_launch(call, bounds, bounds, 0, out, lse)
+def _forward_tokens(out: Tensor, lse: Tensor, call: RaggedCall, bounds: Tensor, bits: Tensor) -> TokenLaunch:
+    return token_launches.forward_launch(call, bounds, bits, out, lse)
 
 
 def _describe_forward(args: VarlenArgs, out: Tensor, lse: Tensor, places: Places) -> list[Described] | None:
@@ -158,9 +169,9 @@ def _describe_forward(args: VarlenArgs, out: Tensor, lse: Tensor, places: Places
 
 
 def _backward_tokens(
-    dout: Tensor, out: Tensor, lse: Tensor, gradients: launches.Gradients, call: RaggedCall, bounds: Tensor
+    dout: Tensor, out: Tensor, lse: Tensor, gradients: launches.Gradients, call: RaggedCall, bounds: Tensor, bits: Tensor
 ) -> TokenLaunch:
-    return token_launches.backward_launch(call, bounds, bounds, 0, dout, None, out, lse, gradients)
+    return token_launches.backward_launch(call, bounds, bits, dout, None, out, lse, gradients)
 
 
 def describe_backward(

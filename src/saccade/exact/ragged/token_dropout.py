@@ -56,14 +56,14 @@ def survivors_kernel(
 
 
 @triton.jit
-def survived(
-    bits, h, total, words, queries, exist, first, start, left, KEYS: tl.constexpr, DOWN: tl.constexpr, HAS_WINDOW: tl.constexpr
-):
+def survived(bits, where, queries, exist, begins, left, KEYS: tl.constexpr, DOWN: tl.constexpr, HAS_WINDOW: tl.constexpr):
     """The weights that survive, bool `[queries, KEYS]`, or `[KEYS, queries]` with DOWN.
 
     queries: rows, with the first row of their sequence; start: the first of KEYS adjacent keys, a row too. Values for pairs of two sequences have
     no meaning. A row needs KEYS / 32 + 1 of its words. With a load for each pair forward took 99 us, more than with a draw for each.
     """
+    h, total, words = where
+    first, start = begins
     place = start - first  # of the first key, negative if the sequence begins behind it
     at = (place >> 5) - _first_word(queries - first, left, HAS_WINDOW)
     row = bits + (h.to(tl.int64) * total + queries) * words + at

@@ -12,13 +12,13 @@ from saccade.engine.calls import values_known
 from saccade.engine.window import NO_LIMIT
 from saccade.exact.args import AttentionArgs
 from saccade.exact.ragged.call import RaggedCall
-from saccade.exact.ragged.config import MOST_EAGER, TOKENS_MAX_DIM, token_config
+from saccade.exact.ragged.config import MOST_EAGER, TILES, TOKENS_MAX_DIM, token_config
 from saccade.exact.ragged.launches import Gradients
 from saccade.exact.ragged.token_dropout import survivors_kernel
 from saccade.exact.ragged.tokens import backward_tokens_kernel, bounds_kernel, forward_tokens_kernel
 from saccade.exact.varlen.args import FULL, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.launch.cache import LaunchCache
-from saccade.launch.triton import launch_any
+from saccade.launch.triton import launch_any, pow2
 from saccade.nvrtc.capture import capture_id
 
 # Numbers (tokens x heads x D, D a power of two) up to which token tiles are one launch each way. In a CUDA graph on an H100, us forward + backward,
@@ -62,19 +62,19 @@ def bounds_of(cu: Tensor, total: int) -> Tensor:
 
 
 class TokenLaunch(NamedTuple):
-    """A launch of `programs` for each `tile` tokens."""
+    """A launch of `programs` for each `tile` tokens. varying: by the names that the kernel gives them."""
 
     kernel: Any
     tile: int
     programs: int
     tensors: tuple[Tensor, ...]
-    varying: tuple[int, ...]
+    varying: dict[str, int]
     numbers: tuple
     warps: int
 
     def run(self, total: int) -> None:
         programs = -(-total // self.tile) * self.programs
-        launch_any(self.kernel, programs, self.tensors, self.varying, self.numbers, num_warps=self.warps)
+        launch_any(self.kernel, programs, self.tensors, tuple(self.varying.values()), self.numbers, num_warps=self.warps)
 
 
 def _find(cu: Tensor, total: int) -> Tensor:
@@ -86,7 +86,8 @@ def _find(cu: Tensor, total: int) -> Tensor:
 def find_bounds(cu: Tensor, total: int, bounds: Tensor) -> TokenLaunch:
     """The launch that fills `bounds`."""
     sequences = cu.shape[0] - 1
-    return TokenLaunch(bounds_kernel, _BLOCK, 1, (cu, bounds), (total, sequences, sequences.bit_length()), (_BLOCK,), 4)
+    varying = {"total": total, "sequences": sequences, "steps": sequences.bit_length()}
+    return TokenLaunch(bounds_kernel, _BLOCK, 1, (cu, bounds), varying, (_BLOCK,), 4)
 
 
 def _heads(*tensors: Tensor) -> tuple[int, ...]:
@@ -102,8 +103,10 @@ def has_window(args: VarlenArgs | AttentionArgs) -> bool:
     return (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT)
 
 
-def _varying(call: RaggedCall, words: int) -> tuple[int, ...]:
-    return call.total_q, call.sequences, call.sequences.bit_length(), words, *_window(call)
+def _varying(call: RaggedCall, words: int) -> dict[str, int]:
+    left, right = _window(call)
+    steps = call.sequences.bit_length()
+    return {"total": call.total_q, "sequences": call.sequences, "steps": steps, "words": words, "left": left, "right": right}
 
 
 def _window(call: RaggedCall) -> tuple[int, int]:
@@ -127,30 +130,42 @@ def _alignment(args: VarlenArgs) -> int:
     return UPPER_LEFT if _causal(args) else FULL
 
 
-def _survivors(call: RaggedCall, bounds: Tensor) -> tuple[Tensor, int]:
-    """(which weights survive dropout, a bit each, int32 `[H, T, words]`; words of a row). Drawn again in backward, so that no layer keeps them."""
+def words_of(call: RaggedCall) -> int:
+    """Words of a row of `survivors_kernel`, 0 without dropout: the same for all lengths of a kind that C++ replays."""
     args = call.args
     if args.seed is None:
-        return bounds, 0
-    left, right = _window(call)
-    words = -(-args.max_k // 32)
-    if has_window(args):  # those from the word that the first key in the window of a row lies in
-        words = min(words, (left + right) // 32 + 2)
-    bits = torch.empty((call.heads, call.total_q, words), dtype=torch.int32, device=bounds.device)
-    programs = -(-call.total_q // _DRAWN) * call.heads
-    varying, numbers = (call.total_q, args.max_k, words, left), (args.dropout_p, call.heads, _DRAWN, has_window(args))
-    launch_any(survivors_kernel, programs, (args.seed, bounds, bits), varying, numbers, num_warps=4)
-    return bits, words
+        return 0
+    words = -(-(pow2(args.max_k) if args.max_k <= TILES[-1] else args.max_k) // 32)
+    # with a window those from the word that the first key in the window of a row lies in
+    return min(words, sum(_window(call)) // 32 + 2) if has_window(args) else words
+
+
+def draw(call: RaggedCall, bounds: Tensor, bits: Tensor) -> TokenLaunch:
+    """The launch that finds which weights survive dropout, a bit each: `bits` int32 `[H, T, words]`."""
+    args, (left, _) = call.args, _window(call)
+    assert args.seed is not None
+    varying = {"total": call.total_q, "longest": args.max_k, "words": words_of(call), "left": left}
+    numbers = (args.dropout_p, call.heads, _DRAWN, has_window(args))
+    return TokenLaunch(survivors_kernel, _DRAWN, call.heads, (args.seed, bounds, bits), varying, numbers, 4)
+
+
+def _survivors(call: RaggedCall, bounds: Tensor) -> Tensor:
+    """Drawn again in backward, so that no layer keeps them; what nobody reads without dropout."""
+    if call.args.seed is None:
+        return bounds
+    bits = torch.empty((call.heads, call.total_q, words_of(call)), dtype=torch.int32, device=bounds.device)
+    draw(call, bounds, bits).run(call.total_q)
+    return bits
 
 
 def forward(call: RaggedCall, out: Tensor, lse: Tensor) -> None:
     """out and lse of all tokens."""
     bounds = bounds_of(call.args.cu_seqlens_q, call.total_q)
-    forward_launch(call, bounds, *_survivors(call, bounds), out, lse).run(call.total_q)
+    forward_launch(call, bounds, _survivors(call, bounds), out, lse).run(call.total_q)
 
 
-def forward_launch(call: RaggedCall, bounds: Tensor, bits: Tensor, words: int, out: Tensor, lse: Tensor) -> TokenLaunch:
-    """bits, words: of `_survivors`."""
+def forward_launch(call: RaggedCall, bounds: Tensor, bits: Tensor, out: Tensor, lse: Tensor) -> TokenLaunch:
+    """bits: of `draw`, or any tensor."""
     args, config = call.args, token_config("fwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
     tensors = (query, key, value, bits, bounds, out, lse)
@@ -159,20 +174,21 @@ def forward_launch(call: RaggedCall, bounds: Tensor, bits: Tensor, words: int, o
         config.tile, config.step, call.block_d, _alignment(args), has_window(args), args.seed is not None, call.masks_dims, config.stages,
         call.precision,
     )  # fmt: skip
-    return TokenLaunch(forward_tokens_kernel, config.tile, call.heads, tensors, _varying(call, words), numbers, config.warps)
+    return TokenLaunch(
+        forward_tokens_kernel, config.tile, call.heads, tensors, _varying(call, words_of(call)), numbers, config.warps
+    )
 
 
 def backward(call: RaggedCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients) -> None:
     """Every gradient of all tokens."""
     bounds = bounds_of(call.args.cu_seqlens_q, call.total_q)
-    backward_launch(call, bounds, *_survivors(call, bounds), dout, dlse, out, lse, gradients).run(call.total_q)
+    backward_launch(call, bounds, _survivors(call, bounds), dout, dlse, out, lse, gradients).run(call.total_q)
 
 
 def backward_launch(
-    call: RaggedCall, bounds: Tensor, bits: Tensor, words: int, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
-    gradients: Gradients,
+    call: RaggedCall, bounds: Tensor, bits: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients,
 ) -> TokenLaunch:  # fmt: skip
-    """bits, words: of `_survivors`."""
+    """bits: of `draw`, or any tensor."""
     args, config = call.args, token_config("bwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
     strided = (query, key, value, dout, out, *gradients)
@@ -182,4 +198,6 @@ def backward_launch(
         _heads(*strided), call.head_dim, args.scale, args.dropout_p, _rows(*strided), owners, call.group, config.tile, config.step,
         call.block_d, _alignment(args), has_window(args), args.seed is not None, dlse is not None, call.masks_dims, call.precision,
     )  # fmt: skip
-    return TokenLaunch(backward_tokens_kernel, config.tile, owners, tensors, _varying(call, words), numbers, config.warps)
+    return TokenLaunch(
+        backward_tokens_kernel, config.tile, owners, tensors, _varying(call, words_of(call)), numbers, config.warps
+    )

@@ -160,7 +160,7 @@ def forward_tokens_kernel(
             rescale = tl.exp2(row_max - shift)
             row_sum = row_sum * rescale + tl.sum(weights, 1)
             if HAS_DROPOUT:
-                kept = survived(bits, h, total, words, rows, real, first, start, left, STEP, False, HAS_WINDOW)
+                kept = survived(bits, (h, total, words), rows, real, (first, start), left, STEP, False, HAS_WINDOW)
                 weights = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
             acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
             row_max = new_max
@@ -173,11 +173,23 @@ def forward_tokens_kernel(
 
 @triton.jit
 def _side(
-    q, do, shift, delta, dq, k, v, dk, dv, tensors, strides, where, window, head_dim, factor, start, end,
-    ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    HAS_DLSE: tl.constexpr, AS_KEYS: tl.constexpr, AS_QUERIES: tl.constexpr, MASK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    tiles, numbers, gradients, tensors, strides, where, span, SHAPE: tl.constexpr, HAS: tl.constexpr, PRECISION: tl.constexpr
+):
     """The gradients of a tile from the tokens `start` to `end` beside it: as keys of its queries, and as queries of its keys."""
+    q, do, k, v = tiles
+    shift, delta, factor, head_dim = numbers
+    dq, dk, dv = gradients
+    window, start, end = span
+    ROWS: tl.constexpr = SHAPE[0]
+    STEP: tl.constexpr = SHAPE[1]
+    BLOCK_D: tl.constexpr = SHAPE[2]
+    CAUSAL: tl.constexpr = HAS[0]
+    HAS_WINDOW: tl.constexpr = HAS[1]
+    HAS_DROPOUT: tl.constexpr = HAS[2]
+    HAS_DLSE: tl.constexpr = HAS[3]
+    AS_KEYS: tl.constexpr = HAS[4]
+    AS_QUERIES: tl.constexpr = HAS[5]
+    MASK_D: tl.constexpr = HAS[6]
     query, key, value, dout, _, _, _ = tensors
     rows, first, last, h, owner, total, begin, bounds, bits, words, dropout_p = where
     TILE: tl.constexpr = rows.shape[0]
@@ -191,7 +203,7 @@ def _side(
             weights = tl.where(seen, tl.exp2(tl.dot(q, tl.trans(k2), input_precision=PRECISION) * factor - shift[:, None]), 0.0)
             dweights = tl.dot(do, tl.trans(v2), input_precision=PRECISION)
             if HAS_DROPOUT:
-                kept = survived(bits, h, total, words, rows, first < last, first, at, window[0], STEP, False, HAS_WINDOW)
+                kept = survived(bits, (h, total, words), rows, first < last, (first, at), window[0], STEP, False, HAS_WINDOW)
                 dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
             dscores = weights * (dweights - delta[:, None])
             dq = tl.dot(dscores.to(q.dtype), k2, dq, input_precision=PRECISION)
@@ -199,7 +211,7 @@ def _side(
             q2 = _load(query, strides[0], ROWS[0], h, others, exist, head_dim, BLOCK_D, MASK_D)
             do2 = _load(dout, strides[3], ROWS[3], h, others, exist, head_dim, BLOCK_D, MASK_D)
             shift2, delta2 = _row_numbers(
-                tensors, strides, ROWS, h, others, exist, do2, total, head_dim, BLOCK_D, HAS_DLSE, MASK_D
+                tensors, strides, ROWS, (h, others, exist, total, head_dim), do2, BLOCK_D, HAS_DLSE, MASK_D
             )
             # both tokens have one sequence; keys down, queries across
             seen = (others[None, :] >= first[:, None]) & (others[None, :] < last[:, None]) & exist[None, :]
@@ -212,7 +224,7 @@ def _side(
             dropped = weights
             if HAS_DROPOUT:
                 begins = tl.load(bounds + others, mask=exist, other=0)
-                kept = survived(bits, h, total, words, others, exist, begins, begin, window[0], TILE, True, HAS_WINDOW)
+                kept = survived(bits, (h, total, words), others, exist, (begins, begin), window[0], TILE, True, HAS_WINDOW)
                 dropped = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
                 dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
             dv = tl.dot(dropped.to(q.dtype), do2, dv, input_precision=PRECISION)
@@ -223,10 +235,10 @@ def _side(
 
 @triton.jit
 def _row_numbers(
-    tensors, strides, ROWS: tl.constexpr, h, rows, inside, do, total, head_dim, BLOCK_D: tl.constexpr, HAS_DLSE: tl.constexpr,
-    MASK_D: tl.constexpr,
-):  # fmt: skip
+    tensors, strides, ROWS: tl.constexpr, where, do, BLOCK_D: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr
+):
     """(lse in base 2, delta) of rows; +inf for a row without a key, so that its weights are 0 and not NaN."""
+    h, rows, inside, total, head_dim = where
     _, _, _, _, out, lse, dlse = tensors
     place = h.to(tl.int64) * total + rows
     log_sum = tl.load(lse + place, mask=inside, other=float("-inf"))
@@ -268,7 +280,7 @@ def backward_tokens_kernel(
             q = _load(query, head_strides[0], ROWS[0], h, rows, real, head_dim, BLOCK_D, MASK_D)
             do = _load(dout, head_strides[3], ROWS[3], h, rows, real, head_dim, BLOCK_D, MASK_D)
             shift, delta = _row_numbers(
-                tensors, head_strides, ROWS, h, rows, real, do, total, head_dim, BLOCK_D, HAS_DLSE, MASK_D
+                tensors, head_strides, ROWS, (h, rows, real, total, head_dim), do, BLOCK_D, HAS_DLSE, MASK_D
             )
             # the pairs of the tile itself: S = scale Q K^T, dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
@@ -277,7 +289,7 @@ def backward_tokens_kernel(
             dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             dropped = weights
             if HAS_DROPOUT:
-                kept = survived(bits, h, total, words, rows, real, first, begin, left, TILE, False, HAS_WINDOW)
+                kept = survived(bits, (h, total, words), rows, real, (first, begin), left, TILE, False, HAS_WINDOW)
                 dropped = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
                 dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
             dv = tl.dot(tl.trans(dropped.to(q.dtype)), do, dv, input_precision=PRECISION)
@@ -288,12 +300,14 @@ def backward_tokens_kernel(
             where = (rows, first, last, h, owner, total, begin, bounds, bits, words, dropout_p)
             # tokens before the tile, and behind it: of the first and of the last sequence that reaches beyond it
             dq, dk, dv = _side(
-                q, do, shift, delta, dq, k, v, dk, dv, tensors, head_strides, where, (left, right), head_dim, factor, start_of_others,
-                begin, ROWS, STEP, BLOCK_D, CAUSAL, HAS_WINDOW, HAS_DROPOUT, HAS_DLSE, True, CAUSAL == FULL, MASK_D, PRECISION,
+                (q, do, k, v), (shift, delta, factor, head_dim), (dq, dk, dv), tensors, head_strides, where,
+                ((left, right), start_of_others, begin), (ROWS, STEP, BLOCK_D),
+                (CAUSAL, HAS_WINDOW, HAS_DROPOUT, HAS_DLSE, True, CAUSAL == FULL, MASK_D), PRECISION,
             )  # fmt: skip
             dq, dk, dv = _side(
-                q, do, shift, delta, dq, k, v, dk, dv, tensors, head_strides, where, (left, right), head_dim, factor, stop,
-                end_of_others, ROWS, STEP, BLOCK_D, CAUSAL, HAS_WINDOW, HAS_DROPOUT, HAS_DLSE, CAUSAL == FULL, True, MASK_D, PRECISION,
+                (q, do, k, v), (shift, delta, factor, head_dim), (dq, dk, dv), tensors, head_strides, where,
+                ((left, right), stop, end_of_others), (ROWS, STEP, BLOCK_D),
+                (CAUSAL, HAS_WINDOW, HAS_DROPOUT, HAS_DLSE, CAUSAL == FULL, True, MASK_D), PRECISION,
             )  # fmt: skip
             _store(dquery, head_strides[5], ROWS[5], h, rows, exist, head_dim, dq * scale, BLOCK_D, MASK_D)
             found_nan |= _has_nan(dq)

@@ -74,8 +74,9 @@ def rows_kernel(
         row_max, row_sum = tl.full((TILE_Q,), float("-inf"), tl.float32), tl.zeros((TILE_Q,), tl.float32)
         for start in tl.range(0, limit, TILE_K, num_stages=1):
             scores = masked_scores(
-                q, keys, k_strides[2], pairs, bias_strides, visible, visible_stride, b, first, start, q_len, kv_len, limit, head_dim, scale,
-                TILE_Q, TILE_K, BLOCK_D, True, HAS_VISIBLE, PADDED, UNIT, MASK_D, WIDE, WIDE_BIAS, PRECISION,
+                q, (keys, pairs, visible), (k_strides[2], bias_strides, visible_stride), (b, first, start),
+                (q_len, kv_len, limit, head_dim), scale, (TILE_Q, TILE_K, BLOCK_D),
+                (True, HAS_VISIBLE, PADDED, UNIT, MASK_D, WIDE, WIDE_BIAS), PRECISION,
             )  # fmt: skip
             _, row_max, row_sum, _ = row_step(scores, row_max, row_sum)
         shift = tl.where(row_max == float("-inf"), 0.0, row_max)
@@ -116,8 +117,9 @@ def keys_kernel(
             do = load_rows(grads, dout_strides[2], start, q_len, head_dim, TILE_Q, BLOCK_D, not EVEN, MASK_D, WIDE)
             shift, inverse, terms = load_numbers(numbers, b * heads + h, step, start, q_len, TILE_Q)
             added = load_bias(
-                pairs, bias_strides, start, first, q_len, kv_len, TILE_Q, TILE_K, not PADDED, True, UNIT, WIDE_BIAS, not COPIED
-            )
+                pairs, bias_strides, (start, first), (q_len, kv_len), (TILE_Q, TILE_K), not PADDED, True, UNIT, WIDE_BIAS,
+                not COPIED,
+            )  # fmt: skip
             # S^T = scale K Q^T + bias^T, P^T
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + added.to(tl.float32)
             weights = tl.exp2(scores * factor_of(inverse)[None, :] + shift[None, :])
@@ -164,56 +166,24 @@ def queries_kernel(
     for start in tl.range(0, whole, TILE_K):
         k = load_rows(keys, k_strides[2], start, limit, head_dim, TILE_K, BLOCK_D, False, MASK_D, WIDE)
         v = load_rows(values, v_strides[2], start, limit, head_dim, TILE_K, BLOCK_D, False, MASK_D, WIDE)
-        added = load_bias(pairs, bias_strides, first, start, q_len, kv_len, TILE_Q, TILE_K, False, False, UNIT, WIDE_BIAS)
+        added = load_bias(pairs, bias_strides, (first, start), (q_len, kv_len), (TILE_Q, TILE_K), False, False, UNIT, WIDE_BIAS)
         seen = seen_keys(visible, visible_stride, b, start, limit, TILE_K, HAS_VISIBLE)
         dscores = score_gradients(
-            q,
-            k,
-            v,
-            do,
-            added,
-            shift,
-            inverse,
-            terms,
-            seen,
-            scale,
-            drop,
-            first,
-            start,
-            kv_len,
-            TILE_Q,
-            TILE_K,
-            HAS_VISIBLE,
-            HAS_DROPOUT,
-            PRECISION,
-        )
+            (q, k, v, do, added), (shift, inverse, terms), seen, scale, drop, (first, start, kv_len), (TILE_Q, TILE_K),
+            HAS_VISIBLE, HAS_DROPOUT, PRECISION,
+        )  # fmt: skip
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
     if whole < limit:
         k = load_rows(keys, k_strides[2], whole, limit, head_dim, TILE_K, BLOCK_D, True, MASK_D, WIDE)
         v = load_rows(values, v_strides[2], whole, limit, head_dim, TILE_K, BLOCK_D, True, MASK_D, WIDE)
-        added = load_bias(pairs, bias_strides, first, whole, q_len, kv_len, TILE_Q, TILE_K, not PADDED, False, UNIT, WIDE_BIAS)
+        added = load_bias(
+            pairs, bias_strides, (first, whole), (q_len, kv_len), (TILE_Q, TILE_K), not PADDED, False, UNIT, WIDE_BIAS
+        )
         seen = seen_keys(visible, visible_stride, b, whole, limit, TILE_K, HAS_VISIBLE)
         dscores = score_gradients(
-            q,
-            k,
-            v,
-            do,
-            added,
-            shift,
-            inverse,
-            terms,
-            seen,
-            scale,
-            drop,
-            first,
-            whole,
-            kv_len,
-            TILE_Q,
-            TILE_K,
-            True,
-            HAS_DROPOUT,
-            PRECISION,
-        )
+            (q, k, v, do, added), (shift, inverse, terms), seen, scale, drop, (first, whole, kv_len), (TILE_Q, TILE_K), True,
+            HAS_DROPOUT, PRECISION,
+        )  # fmt: skip
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(
         base_of(dquery, dq_strides, b, h), dq_strides[2], first, q_len, head_dim, dq * scale, TILE_Q, BLOCK_D, MASK_D, WIDE

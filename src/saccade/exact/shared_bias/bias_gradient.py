@@ -48,7 +48,9 @@ def bias_kernel(
     first, matrix = left % q_tiles * TILE_Q, left // q_tiles
     owner, w, z = matrix % owners, matrix // owners % windows, matrix // owners // windows
     pairs = bias_of(bias, bias_strides, w, owner, windows)
-    added = load_bias(pairs, bias_strides, first, first_key, q_len, kv_len, TILE_Q, TILE_K, not PADDED, False, UNIT, WIDE_BIAS)
+    added = load_bias(
+        pairs, bias_strides, (first, first_key), (q_len, kv_len), (TILE_Q, TILE_K), not PADDED, False, UNIT, WIDE_BIAS
+    )
     found = tl.zeros((TILE_Q, TILE_K), tl.float32)
     for number in tl.range(z * chunk, tl.minimum(z * chunk + chunk, members)):
         b, h = _member(number, w, owner, windows, heads, owners)
@@ -69,24 +71,7 @@ def bias_kernel(
         shift, inverse, terms = load_numbers(numbers, b * heads + h, step, first, q_len, TILE_Q)
         seen = seen_keys(visible, visible_stride, b, first_key, limit, TILE_K, HAS_VISIBLE)
         found += score_gradients(
-            q,
-            k,
-            v,
-            do,
-            added,
-            shift,
-            inverse,
-            terms,
-            seen,
-            scale,
-            drop,
-            first,
-            first_key,
-            kv_len,
-            TILE_Q,
-            TILE_K,
-            HAS_VISIBLE or HAS_LENGTHS,
-            HAS_DROPOUT,
-            PRECISION,
-        )
+            (q, k, v, do, added), (shift, inverse, terms), seen, scale, drop, (first, first_key, kv_len), (TILE_Q, TILE_K),
+            HAS_VISIBLE or HAS_LENGTHS, HAS_DROPOUT, PRECISION,
+        )  # fmt: skip
     _store_sum(dbias, matrix, first, first_key, q_len, kv_len, found, TILE_Q, TILE_K)

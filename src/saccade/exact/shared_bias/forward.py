@@ -43,15 +43,25 @@ def row_step(scores, row_max, row_sum):
 
 
 @triton.jit
-def masked_scores(
-    q, key, key_stride, bias, bias_strides, visible, visible_stride, b, first, start, q_len, kv_len, limit, head_dim, scale,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, HAS_VISIBLE: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr,
-    MASK_D: tl.constexpr, WIDE: tl.constexpr, WIDE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def masked_scores(q, tensors, strides, where, lengths, scale, SHAPE: tl.constexpr, FORM: tl.constexpr, PRECISION: tl.constexpr):
     """S of a tile, in base e; -inf of keys that the row does not see. MASKED: it may hold keys from `limit` on. PADDED: the bias has columns for them."""
+    key, bias, visible = tensors
+    key_stride, bias_strides, visible_stride = strides
+    b, first, start = where
+    q_len, kv_len, limit, head_dim = lengths
+    TILE_Q: tl.constexpr = SHAPE[0]
+    TILE_K: tl.constexpr = SHAPE[1]
+    BLOCK_D: tl.constexpr = SHAPE[2]
+    MASKED: tl.constexpr = FORM[0]
+    HAS_VISIBLE: tl.constexpr = FORM[1]
+    PADDED: tl.constexpr = FORM[2]
+    UNIT: tl.constexpr = FORM[3]
+    MASK_D: tl.constexpr = FORM[4]
+    WIDE: tl.constexpr = FORM[5]
+    WIDE_BIAS: tl.constexpr = FORM[6]
     k = load_rows(key, key_stride, start, limit, head_dim, TILE_K, BLOCK_D, MASKED, MASK_D, WIDE)
     pairs = load_bias(
-        bias, bias_strides, first, start, q_len, kv_len, TILE_Q, TILE_K, MASKED and not PADDED, False, UNIT, WIDE_BIAS
+        bias, bias_strides, (first, start), (q_len, kv_len), (TILE_Q, TILE_K), MASKED and not PADDED, False, UNIT, WIDE_BIAS
     )
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + pairs.to(tl.float32)
     if MASKED or HAS_VISIBLE:
@@ -62,15 +72,30 @@ def masked_scores(
 
 @triton.jit
 def _key_tile(
-    q, acc, row_max, row_sum, key, key_stride, value, value_stride, bias, bias_strides, visible, visible_stride, b, first, start, q_len, kv_len,
-    limit, head_dim, scale, drop,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, HAS_VISIBLE: tl.constexpr, HAS_DROPOUT: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr,
-    MASK_D: tl.constexpr, WIDE: tl.constexpr, WIDE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q, state, tensors, strides, where, lengths, numbers, SHAPE: tl.constexpr, FORM: tl.constexpr, PRECISION: tl.constexpr
+):
     """One step over a tile of keys."""
+    acc, row_max, row_sum = state
+    key, value, bias, visible = tensors
+    key_stride, value_stride, bias_strides, visible_stride = strides
+    b, first, start = where
+    q_len, kv_len, limit, head_dim = lengths
+    scale, drop = numbers
+    TILE_Q: tl.constexpr = SHAPE[0]
+    TILE_K: tl.constexpr = SHAPE[1]
+    BLOCK_D: tl.constexpr = SHAPE[2]
+    MASKED: tl.constexpr = FORM[0]
+    HAS_VISIBLE: tl.constexpr = FORM[1]
+    HAS_DROPOUT: tl.constexpr = FORM[2]
+    PADDED: tl.constexpr = FORM[3]
+    UNIT: tl.constexpr = FORM[4]
+    MASK_D: tl.constexpr = FORM[5]
+    WIDE: tl.constexpr = FORM[6]
+    WIDE_BIAS: tl.constexpr = FORM[7]
     scores = masked_scores(
-        q, key, key_stride, bias, bias_strides, visible, visible_stride, b, first, start, q_len, kv_len, limit, head_dim, scale, TILE_Q, TILE_K,
-        BLOCK_D, MASKED, HAS_VISIBLE, PADDED, UNIT, MASK_D, WIDE, WIDE_BIAS, PRECISION,
+        q, (key, bias, visible), (key_stride, bias_strides, visible_stride), (b, first, start),
+        (q_len, kv_len, limit, head_dim), scale, (TILE_Q, TILE_K, BLOCK_D),
+        (MASKED, HAS_VISIBLE, PADDED, UNIT, MASK_D, WIDE, WIDE_BIAS), PRECISION,
     )  # fmt: skip
     weights, row_max, row_sum, rescale = row_step(scores, row_max, row_sum)
     if HAS_DROPOUT:
@@ -103,13 +128,17 @@ def forward_kernel(
     whole = limit // TILE_K * TILE_K
     for start in tl.range(0, whole, TILE_K):
         acc, row_max, row_sum = _key_tile(
-            q, acc, row_max, row_sum, keys, k_strides[2], values, v_strides[2], pairs, bias_strides, visible, visible_stride, b, first, start,
-            q_len, kv_len, limit, head_dim, scale, drop, TILE_Q, TILE_K, BLOCK_D, False, HAS_VISIBLE, HAS_DROPOUT, PADDED, UNIT, MASK_D, WIDE, WIDE_BIAS, PRECISION,
+            q, (acc, row_max, row_sum), (keys, values, pairs, visible),
+            (k_strides[2], v_strides[2], bias_strides, visible_stride), (b, first, start), (q_len, kv_len, limit, head_dim),
+            (scale, drop), (TILE_Q, TILE_K, BLOCK_D), (False, HAS_VISIBLE, HAS_DROPOUT, PADDED, UNIT, MASK_D, WIDE, WIDE_BIAS),
+            PRECISION,
         )  # fmt: skip
     if whole < limit:
         acc, row_max, row_sum = _key_tile(
-            q, acc, row_max, row_sum, keys, k_strides[2], values, v_strides[2], pairs, bias_strides, visible, visible_stride, b, first, whole,
-            q_len, kv_len, limit, head_dim, scale, drop, TILE_Q, TILE_K, BLOCK_D, True, HAS_VISIBLE, HAS_DROPOUT, PADDED, UNIT, MASK_D, WIDE, WIDE_BIAS, PRECISION,
+            q, (acc, row_max, row_sum), (keys, values, pairs, visible),
+            (k_strides[2], v_strides[2], bias_strides, visible_stride), (b, first, whole), (q_len, kv_len, limit, head_dim),
+            (scale, drop), (TILE_Q, TILE_K, BLOCK_D), (True, HAS_VISIBLE, HAS_DROPOUT, PADDED, UNIT, MASK_D, WIDE, WIDE_BIAS),
+            PRECISION,
         )  # fmt: skip
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
     store_rows(

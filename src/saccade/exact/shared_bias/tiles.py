@@ -67,9 +67,8 @@ def bias_of(bias, strides, b, h, windows):
 
 @triton.jit
 def load_bias(
-    base, strides, first_query, first_key, q_len, kv_len,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
-    BOUNDED: tl.constexpr = True,
+    base, strides, where, lengths, SHAPE: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr, BOUNDED: tl.constexpr = True,
 ):  # fmt: skip
     """A tile of the bias in its own dtype, `[TILE_Q, TILE_K]`, or keys down if TURNED.
 
@@ -77,6 +76,10 @@ def load_bias(
     divides the stride of queries, since the compiler looks for factors of 16 alone in an argument, and 8 are one load of 16 bytes. BOUNDED: False of a
     copy that has rows for all queries of a tile.
     """
+    first_query, first_key = where
+    q_len, kv_len = lengths
+    TILE_Q: tl.constexpr = SHAPE[0]
+    TILE_K: tl.constexpr = SHAPE[1]
     queries, keys = tl.arange(0, TILE_Q), tl.arange(0, TILE_K)
     if BOUNDED:
         queries = tl.minimum(queries, q_len - 1 - first_query)
@@ -136,13 +139,18 @@ def survivors(drop, first_query, first_key, kv_len, TILE_Q: tl.constexpr, TILE_K
 
 @triton.jit
 def score_gradients(
-    q, k, v, do, bias, shift, inverse, terms, seen, scale, drop, first_query, first_key, kv_len,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, MASKED: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    tiles, rows, seen, scale, drop, where, SHAPE: tl.constexpr, MASKED: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dS of a tile of queries and one of keys, float32 `[queries, keys]`.
 
     S = scale Q K^T + bias, P = exp2(factor S + shift) |inverse|, dS = P * (dP - delta), where terms = -delta |inverse|
     """
+    q, k, v, do, bias = tiles
+    shift, inverse, terms = rows
+    first_query, first_key, kv_len = where
+    TILE_Q: tl.constexpr = SHAPE[0]
+    TILE_K: tl.constexpr = SHAPE[1]
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias.to(tl.float32)
     weights = tl.exp2(scores * factor_of(inverse)[:, None] + shift[:, None])
     if MASKED:

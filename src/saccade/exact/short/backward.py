@@ -81,10 +81,11 @@ def weights_of(scores, shift, scale, HAS_BIAS: tl.constexpr, FLOAT32: tl.constex
 
 @triton.jit
 def score_gradient(
-    weights, dweights, seen, dlse, problem, q_len, first, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HAS_MASK: tl.constexpr,
+    weights, dweights, seen, dlse, place, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_DLSE: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
     """dS from P (rounded to the working dtype) and dP, the gradient of P with dropout undone."""
+    problem, q_len, first = place
     if HAS_MASK:
         dweights = tl.where(seen, dweights, 0.0)
     weights = weights.to(tl.float32)
@@ -95,11 +96,15 @@ def score_gradient(
 
 
 @triton.jit
-def prefetch_problem(
-    query, key, value, dout, query_strides, key_strides, value_strides, dout_strides, ROW_STRIDES: tl.constexpr, problem,
-    batch, heads, q_len, kv_len, ROWS_Q: tl.constexpr, ROWS_KV: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+def prefetch_problem(tensors, strides, ROW_STRIDES: tl.constexpr, problem, sizes, SHAPE: tl.constexpr):
     """Prefetch into L2 q, k, v and dout of the problem that this multiprocessor will reach next (ungrouped heads only)."""
+    query, key, value, dout = tensors
+    query_strides, key_strides, value_strides, dout_strides = strides
+    batch, heads, q_len, kv_len = sizes
+    ROWS_Q: tl.constexpr = SHAPE[0]
+    ROWS_KV: tl.constexpr = SHAPE[1]
+    BLOCK_D: tl.constexpr = SHAPE[2]
+    HEADS: tl.constexpr = SHAPE[3]
     b, h = problem_of(tl.minimum(problem, batch * heads - HEADS), batch, heads, False)
     prefetch_tile(key, key_strides, ROW_STRIDES[1], b, h, kv_len, ROWS_KV, BLOCK_D, HEADS)
     prefetch_tile(query, query_strides, ROW_STRIDES[0], b, h, q_len, ROWS_Q, BLOCK_D, HEADS)
@@ -146,17 +151,17 @@ def _bwd_kernel(
     first_index, end_index, step_index = walk(batch * owners // HEADS, PERSISTENT)
     if HAS_BIAS == SHARED:
         b, h = problem_of(first_index, batch, owners, BATCH_INNER)
-        bias_tile = load_bias(bias, bias_strides, b, h, 0, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, HAS_BIAS)
+        bias_tile = load_bias(bias, bias_strides, (b, h), 0, (q_len, kv_len), (BLOCK_Q, BLOCK_KV, HEADS), HAS_BIAS)
     for index in tl.range(first_index, end_index, step_index, num_stages=STAGES if PERSISTENT else 1):
         b, owner = problem_of(index * HEADS, batch, owners, BATCH_INNER)
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
         k = load_tile(
-            key, key_strides, ROW_STRIDES[1], b, owner // KV_SHARE, 0, kv_limit, 0, head_dim,
-            BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+            key, key_strides, ROW_STRIDES[1], (b, owner // KV_SHARE), (0, kv_limit), (0, head_dim), (BLOCK_KV, BLOCK_D, HEADS),
+            (MASK_KEYS, MASK_D), TMA,
         )  # fmt: skip
         v = load_tile(
-            value, value_strides, ROW_STRIDES[2], b, owner // KV_SHARE, 0, kv_limit, 0, head_dim,
-            BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+            value, value_strides, ROW_STRIDES[2], (b, owner // KV_SHARE), (0, kv_limit), (0, head_dim),
+            (BLOCK_KV, BLOCK_D, HEADS), (MASK_KEYS, MASK_D), TMA,
         )  # fmt: skip
         dk = tl.zeros(k.shape, tl.float32)
         dv = tl.zeros(k.shape, tl.float32)
@@ -165,28 +170,31 @@ def _bwd_kernel(
             problem = b * heads + h
             first = (step % Q_BLOCKS) * BLOCK_Q
             q = load_tile(
-                query, query_strides, ROW_STRIDES[0], b, h, first, q_len, 0, head_dim,
-                BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA,
+                query, query_strides, ROW_STRIDES[0], (b, h), (first, q_len), (0, head_dim), (BLOCK_Q, BLOCK_D, HEADS),
+                (MASK_Q, MASK_D), TMA,
             )  # fmt: skip
             do = load_tile(
-                dout, dout_strides, ROW_STRIDES[3], b, h, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA
-            )
+                dout, dout_strides, ROW_STRIDES[3], (b, h), (first, q_len), (0, head_dim), (BLOCK_Q, BLOCK_D, HEADS),
+                (MASK_Q, MASK_D), TMA,
+            )  # fmt: skip
             shift = shift_of(load_rows(lse, problem, q_len, first, float("-inf"), BLOCK_Q, HEADS, MASK_Q), MAY_BE_EMPTY)
             if PREFETCH:
                 prefetch_problem(
-                    query, key, value, dout, query_strides, key_strides, value_strides, dout_strides, ROW_STRIDES,
-                    (index + PREFETCH * num_sms) * HEADS, batch, heads, q_len, kv_len,
-                    BLOCK_Q * Q_BLOCKS, BLOCK_KV, BLOCK_D, HEADS,
+                    (query, key, value, dout), (query_strides, key_strides, value_strides, dout_strides), ROW_STRIDES,
+                    (index + PREFETCH * num_sms) * HEADS, (batch, heads, q_len, kv_len),
+                    (BLOCK_Q * Q_BLOCKS, BLOCK_KV, BLOCK_D, HEADS),
                 )  # fmt: skip
 
             scores = tl.dot(q, transpose(k), input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_KV]
             if HAS_BIAS:
                 if HAS_BIAS != SHARED:
-                    bias_tile = load_bias(bias, bias_strides, b, h, first, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, HAS_BIAS)
+                    bias_tile = load_bias(
+                        bias, bias_strides, (b, h), first, (q_len, kv_len), (BLOCK_Q, BLOCK_KV, HEADS), HAS_BIAS
+                    )
                 scores = scores * scale + bias_tile
             scores, seen = masked_scores(
-                scores, mask, mask_strides, b, h, first, q_len, kv_len, kv_limit,
-                BLOCK_Q, BLOCK_KV, HEADS, CAUSAL, HAS_MASK, MASK_KEYS,
+                scores, mask, mask_strides, (b, h), first, (q_len, kv_len, kv_limit), (BLOCK_Q, BLOCK_KV, HEADS), CAUSAL,
+                HAS_MASK, MASK_KEYS,
             )  # fmt: skip
             # P is rounded before dP exists, and each gradient is stored before the next product: all alive together they would
             # take 250 registers at S = 128, and a second program would not fit on the multiprocessor
@@ -198,14 +206,14 @@ def _bwd_kernel(
             dv = tl.dot(transpose(dropped), do, dv, input_precision=PRECISION)
             if STEPS == 1:
                 store_tile(
-                    dvalue, dvalue_strides, ROW_STRIDES[6], b, owner, dv, 0, kv_len, 0, head_dim,
-                    BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+                    dvalue, dvalue_strides, ROW_STRIDES[6], (b, owner), dv, (0, kv_len), (0, head_dim),
+                    (BLOCK_KV, BLOCK_D, HEADS), (MASK_KEYS, MASK_D), TMA,
                 )  # fmt: skip
             dweights = tl.dot(do, transpose(v), input_precision=PRECISION)
             if HAS_DROPOUT:
                 dweights = tl.where(keep, dweights / (1.0 - dropout_p), 0.0)
             dscores = score_gradient(
-                weights, dweights, seen, dlse, problem, q_len, first, BLOCK_Q, HEADS, HAS_MASK, HAS_DLSE, MASK_Q
+                weights, dweights, seen, dlse, (problem, q_len, first), BLOCK_Q, HEADS, HAS_MASK, HAS_DLSE, MASK_Q
             )
             if BIAS_GRAD:
                 bias_sum += dscores
@@ -213,23 +221,23 @@ def _bwd_kernel(
             dk = tl.dot(transpose(dscores), q, dk, input_precision=PRECISION)
             if STEPS == 1:
                 store_tile(
-                    dkey, dkey_strides, ROW_STRIDES[5], b, owner, dk * scale, 0, kv_len, 0, head_dim,
-                    BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+                    dkey, dkey_strides, ROW_STRIDES[5], (b, owner), dk * scale, (0, kv_len), (0, head_dim),
+                    (BLOCK_KV, BLOCK_D, HEADS), (MASK_KEYS, MASK_D), TMA,
                 )  # fmt: skip
             keys = clear_unseen(k, seen) if HAS_MASK else k
             dq = tl.dot(dscores, keys, input_precision=PRECISION) * scale
             store_tile(
-                dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, first, q_len, 0, head_dim,
-                BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA,
+                dquery, dquery_strides, ROW_STRIDES[4], (b, h), dq, (first, q_len), (0, head_dim), (BLOCK_Q, BLOCK_D, HEADS),
+                (MASK_Q, MASK_D), TMA,
             )  # fmt: skip
         if STEPS > 1:
             store_tile(
-                dvalue, dvalue_strides, ROW_STRIDES[6], b, owner, dv, 0, kv_len, 0, head_dim,
-                BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+                dvalue, dvalue_strides, ROW_STRIDES[6], (b, owner), dv, (0, kv_len), (0, head_dim), (BLOCK_KV, BLOCK_D, HEADS),
+                (MASK_KEYS, MASK_D), TMA,
             )  # fmt: skip
             store_tile(
-                dkey, dkey_strides, ROW_STRIDES[5], b, owner, dk * scale, 0, kv_len, 0, head_dim,
-                BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+                dkey, dkey_strides, ROW_STRIDES[5], (b, owner), dk * scale, (0, kv_len), (0, head_dim),
+                (BLOCK_KV, BLOCK_D, HEADS), (MASK_KEYS, MASK_D), TMA,
             )  # fmt: skip
     if BIAS_GRAD:
         store_bias_gradient(dbias, dbias_strides, bias_sum, tl.program_id(0), q_len, kv_len, BLOCK_Q, BLOCK_KV)
@@ -260,7 +268,7 @@ def _bwd_chunked_kernel(
     first_index, end_index, step_index = walk(batch * heads, PERSISTENT)
     if HAS_BIAS == SHARED:
         b, h = problem_of(first_index, batch, heads, BATCH_INNER)
-        bias_tile = load_bias(bias, bias_strides, b, h, 0, q_len, kv_len, BLOCK_Q, BLOCK_KV, 1, HAS_BIAS)
+        bias_tile = load_bias(bias, bias_strides, (b, h), 0, (q_len, kv_len), (BLOCK_Q, BLOCK_KV, 1), HAS_BIAS)
     for index in tl.range(first_index, end_index, step_index, num_stages=1):
         b, h = problem_of(index, batch, heads, BATCH_INNER)
         problem = b * heads + h
@@ -271,20 +279,22 @@ def _bwd_chunked_kernel(
         scores = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             q = load_tile(
-                query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
-            )
+                query, query_strides, ROW_STRIDES[0], (b, h), (0, q_len), (d, head_dim), (BLOCK_Q, CHUNK, 1), (MASK_Q, MASK_D),
+                TMA,
+            )  # fmt: skip
             k = load_tile(
-                key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, 0, kv_limit, d, head_dim,
-                BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
+                key, key_strides, ROW_STRIDES[1], (b, h // KV_SHARE), (0, kv_limit), (d, head_dim), (BLOCK_KV, CHUNK, 1),
+                (MASK_KEYS, MASK_D), TMA,
             )  # fmt: skip
             scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
         if HAS_BIAS:
             if HAS_BIAS != SHARED:
-                bias_tile = load_bias(bias, bias_strides, b, h, 0, q_len, kv_len, BLOCK_Q, BLOCK_KV, 1, HAS_BIAS)
+                bias_tile = load_bias(bias, bias_strides, (b, h), 0, (q_len, kv_len), (BLOCK_Q, BLOCK_KV, 1), HAS_BIAS)
             scores = scores * scale + bias_tile
         scores, seen = masked_scores(
-            scores, mask, mask_strides, b, h, 0, q_len, kv_len, kv_limit, BLOCK_Q, BLOCK_KV, 1, CAUSAL, HAS_MASK, MASK_KEYS
-        )
+            scores, mask, mask_strides, (b, h), 0, (q_len, kv_len, kv_limit), (BLOCK_Q, BLOCK_KV, 1), CAUSAL, HAS_MASK,
+            MASK_KEYS,
+        )  # fmt: skip
         weights = weights_of(scores, shift, scale, HAS_BIAS, FLOAT32).to(WEIGHTS)
         dropped = weights.to(DTYPE)
         if HAS_DROPOUT:
@@ -295,21 +305,22 @@ def _bwd_chunked_kernel(
         dweights = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             do = load_tile(
-                dout, dout_strides, ROW_STRIDES[3], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
-            )
+                dout, dout_strides, ROW_STRIDES[3], (b, h), (0, q_len), (d, head_dim), (BLOCK_Q, CHUNK, 1), (MASK_Q, MASK_D),
+                TMA,
+            )  # fmt: skip
             v = load_tile(
-                value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, 0, kv_limit, d, head_dim,
-                BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
+                value, value_strides, ROW_STRIDES[2], (b, h // KV_SHARE), (0, kv_limit), (d, head_dim), (BLOCK_KV, CHUNK, 1),
+                (MASK_KEYS, MASK_D), TMA,
             )  # fmt: skip
             dweights = tl.dot(do, tl.trans(v), dweights, input_precision=PRECISION)
             dv = tl.dot(tl.trans(dropped), do, input_precision=PRECISION)
             store_tile(
-                dvalue, dvalue_strides, ROW_STRIDES[6], b, h, dv, 0, kv_len, d, head_dim,
-                BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
+                dvalue, dvalue_strides, ROW_STRIDES[6], (b, h), dv, (0, kv_len), (d, head_dim), (BLOCK_KV, CHUNK, 1),
+                (MASK_KEYS, MASK_D), TMA,
             )  # fmt: skip
         if HAS_DROPOUT:
             dweights = tl.where(keep, dweights / (1.0 - dropout_p), 0.0)
-        dscores = score_gradient(weights, dweights, seen, dlse, problem, q_len, 0, BLOCK_Q, 1, HAS_MASK, HAS_DLSE, MASK_Q)
+        dscores = score_gradient(weights, dweights, seen, dlse, (problem, q_len, 0), BLOCK_Q, 1, HAS_MASK, HAS_DLSE, MASK_Q)
         if BIAS_GRAD:
             bias_sum += dscores
         dscores = (dscores * scale).to(DTYPE)
@@ -317,20 +328,23 @@ def _bwd_chunked_kernel(
         # pass 3: q and k again, from L2, for dK and dQ
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             q = load_tile(
-                query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
-            )
+                query, query_strides, ROW_STRIDES[0], (b, h), (0, q_len), (d, head_dim), (BLOCK_Q, CHUNK, 1), (MASK_Q, MASK_D),
+                TMA,
+            )  # fmt: skip
             k = load_tile(
-                key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, 0, kv_limit, d, head_dim,
-                BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
+                key, key_strides, ROW_STRIDES[1], (b, h // KV_SHARE), (0, kv_limit), (d, head_dim), (BLOCK_KV, CHUNK, 1),
+                (MASK_KEYS, MASK_D), TMA,
             )  # fmt: skip
             k = clear_unseen(k, seen) if HAS_MASK else k
             dk = tl.dot(tl.trans(dscores), q, input_precision=PRECISION)
             store_tile(
-                dkey, dkey_strides, ROW_STRIDES[5], b, h, dk, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA
-            )
+                dkey, dkey_strides, ROW_STRIDES[5], (b, h), dk, (0, kv_len), (d, head_dim), (BLOCK_KV, CHUNK, 1),
+                (MASK_KEYS, MASK_D), TMA,
+            )  # fmt: skip
             dq = tl.dot(dscores, k, input_precision=PRECISION)
             store_tile(
-                dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
-            )
+                dquery, dquery_strides, ROW_STRIDES[4], (b, h), dq, (0, q_len), (d, head_dim), (BLOCK_Q, CHUNK, 1),
+                (MASK_Q, MASK_D), TMA,
+            )  # fmt: skip
     if BIAS_GRAD:
         store_bias_gradient(dbias, dbias_strides, bias_sum, tl.program_id(0), q_len, kv_len, BLOCK_Q, BLOCK_KV)

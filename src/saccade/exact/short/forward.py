@@ -51,11 +51,15 @@ def store_lse(
 
 
 @triton.jit
-def prefetch_problem(
-    query, key, value, query_strides, key_strides, value_strides, ROW_STRIDES: tl.constexpr, problem, batch, heads, q_len, kv_len,
-    ROWS_Q: tl.constexpr, ROWS_KV: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+def prefetch_problem(tensors, strides, ROW_STRIDES: tl.constexpr, problem, sizes, SHAPE: tl.constexpr):
     """Prefetch into L2 q, k and v of the problem that this multiprocessor will reach next (ungrouped heads only)."""
+    query, key, value = tensors
+    query_strides, key_strides, value_strides = strides
+    batch, heads, q_len, kv_len = sizes
+    ROWS_Q: tl.constexpr = SHAPE[0]
+    ROWS_KV: tl.constexpr = SHAPE[1]
+    BLOCK_D: tl.constexpr = SHAPE[2]
+    HEADS: tl.constexpr = SHAPE[3]
     b, h = problem_of(tl.minimum(problem, batch * heads - HEADS), batch, heads, False)
     prefetch_tile(query, query_strides, ROW_STRIDES[0], b, h, q_len, ROWS_Q, BLOCK_D, HEADS)
     prefetch_tile(key, key_strides, ROW_STRIDES[1], b, h, kv_len, ROWS_KV, BLOCK_D, HEADS)
@@ -77,40 +81,43 @@ def _fwd_kernel(
     first_index, end_index, step_index = walk(total, PERSISTENT)
     if HAS_BIAS == SHARED:
         b, h = problem_of(first_index * HEADS, batch, heads, False)
-        bias_tile = load_bias(bias, bias_strides, b, h, 0, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, HAS_BIAS)
+        bias_tile = load_bias(bias, bias_strides, (b, h), 0, (q_len, kv_len), (BLOCK_Q, BLOCK_KV, HEADS), HAS_BIAS)
     for index in tl.range(first_index, end_index, step_index, num_stages=STAGES if PERSISTENT else 1):
         problem = index * HEADS
         b, h = problem_of(problem, batch, heads, False)
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
 
         k = load_tile(
-            key, key_strides, ROW_STRIDES[1], b, h // GROUP, 0, kv_limit, 0, head_dim,
-            BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+            key, key_strides, ROW_STRIDES[1], (b, h // GROUP), (0, kv_limit), (0, head_dim), (BLOCK_KV, BLOCK_D, HEADS),
+            (MASK_KEYS, MASK_D), TMA,
         )  # fmt: skip
         v = load_tile(
-            value, value_strides, ROW_STRIDES[2], b, h // GROUP, 0, kv_limit, 0, head_dim,
-            BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+            value, value_strides, ROW_STRIDES[2], (b, h // GROUP), (0, kv_limit), (0, head_dim), (BLOCK_KV, BLOCK_D, HEADS),
+            (MASK_KEYS, MASK_D), TMA,
         )  # fmt: skip
         if PREFETCH:
             prefetch_problem(
-                query, key, value, query_strides, key_strides, value_strides, ROW_STRIDES, problem + PREFETCH * num_sms * HEADS,
-                batch, heads, q_len, kv_len, BLOCK_Q * Q_BLOCKS, BLOCK_KV, BLOCK_D, HEADS,
+                (query, key, value), (query_strides, key_strides, value_strides), ROW_STRIDES,
+                problem + PREFETCH * num_sms * HEADS, (batch, heads, q_len, kv_len),
+                (BLOCK_Q * Q_BLOCKS, BLOCK_KV, BLOCK_D, HEADS),
             )  # fmt: skip
 
         for block in tl.range(0, Q_BLOCKS, num_stages=1 if PERSISTENT else STAGES):
             first = block * BLOCK_Q
             q = load_tile(
-                query, query_strides, ROW_STRIDES[0], b, h, first, q_len, 0, head_dim,
-                BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA,
+                query, query_strides, ROW_STRIDES[0], (b, h), (first, q_len), (0, head_dim), (BLOCK_Q, BLOCK_D, HEADS),
+                (MASK_Q, MASK_D), TMA,
             )  # fmt: skip
             scores = tl.dot(q, transpose(k), input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_KV]
             if HAS_BIAS:
                 if HAS_BIAS != SHARED:
-                    bias_tile = load_bias(bias, bias_strides, b, h, first, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, HAS_BIAS)
+                    bias_tile = load_bias(
+                        bias, bias_strides, (b, h), first, (q_len, kv_len), (BLOCK_Q, BLOCK_KV, HEADS), HAS_BIAS
+                    )
                 scores = scores * (qk_scale * LN2) + bias_tile
             scores, seen = masked_scores(
-                scores, mask, mask_strides, b, h, first, q_len, kv_len, kv_limit,
-                BLOCK_Q, BLOCK_KV, HEADS, CAUSAL, HAS_MASK, MASK_KEYS,
+                scores, mask, mask_strides, (b, h), first, (q_len, kv_len, kv_limit), (BLOCK_Q, BLOCK_KV, HEADS), CAUSAL,
+                HAS_MASK, MASK_KEYS,
             )  # fmt: skip
             weights, inverse, log_sum = softmax_rows(scores, qk_scale, HAS_BIAS)
             store_lse(lse, problem, q_len, first, log_sum, BLOCK_Q, HEADS, MASK_Q)
@@ -122,8 +129,8 @@ def _fwd_kernel(
             acc = tl.dot(weights.to(v.dtype), values, input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_D]
             acc = acc * expand(inverse, 1)
             store_tile(
-                out, out_strides, ROW_STRIDES[3], b, h, acc, first, q_len, 0, head_dim,
-                BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA,
+                out, out_strides, ROW_STRIDES[3], (b, h), acc, (first, q_len), (0, head_dim), (BLOCK_Q, BLOCK_D, HEADS),
+                (MASK_Q, MASK_D), TMA,
             )  # fmt: skip
 
 
@@ -148,16 +155,19 @@ def _fwd_chunked_kernel(
 
     scores = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
-        q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
-        k = load_tile(
-            key, key_strides, ROW_STRIDES[1], b, h // GROUP, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA
+        q = load_tile(
+            query, query_strides, ROW_STRIDES[0], (b, h), (0, q_len), (d, head_dim), (BLOCK_Q, CHUNK, 1), (MASK_Q, MASK_D), TMA
         )
+        k = load_tile(
+            key, key_strides, ROW_STRIDES[1], (b, h // GROUP), (0, kv_limit), (d, head_dim), (BLOCK_KV, CHUNK, 1),
+            (MASK_KEYS, MASK_D), TMA,
+        )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
     if HAS_BIAS:
-        bias_tile = load_bias(bias, bias_strides, b, h, 0, q_len, kv_len, BLOCK_Q, BLOCK_KV, 1, HAS_BIAS)
+        bias_tile = load_bias(bias, bias_strides, (b, h), 0, (q_len, kv_len), (BLOCK_Q, BLOCK_KV, 1), HAS_BIAS)
         scores = scores * (qk_scale * LN2) + bias_tile
     scores, seen = masked_scores(
-        scores, mask, mask_strides, b, h, 0, q_len, kv_len, kv_limit, BLOCK_Q, BLOCK_KV, 1, CAUSAL, HAS_MASK, MASK_KEYS
+        scores, mask, mask_strides, (b, h), 0, (q_len, kv_len, kv_limit), (BLOCK_Q, BLOCK_KV, 1), CAUSAL, HAS_MASK, MASK_KEYS
     )
     weights, inverse, log_sum = softmax_rows(scores, qk_scale, HAS_BIAS)
     store_lse(lse, problem, q_len, 0, log_sum, BLOCK_Q, 1, MASK_Q)
@@ -168,9 +178,11 @@ def _fwd_chunked_kernel(
     weights = (weights * expand(inverse, 1)).to(DTYPE)
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
         v = load_tile(
-            value, value_strides, ROW_STRIDES[2], b, h // GROUP, 0, kv_limit, d, head_dim,
-            BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
+            value, value_strides, ROW_STRIDES[2], (b, h // GROUP), (0, kv_limit), (d, head_dim), (BLOCK_KV, CHUNK, 1),
+            (MASK_KEYS, MASK_D), TMA,
         )  # fmt: skip
         v = clear_unseen(v, seen) if HAS_MASK else v
         acc = tl.dot(weights, v, input_precision=PRECISION)
-        store_tile(out, out_strides, ROW_STRIDES[3], b, h, acc, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
+        store_tile(
+            out, out_strides, ROW_STRIDES[3], (b, h), acc, (0, q_len), (d, head_dim), (BLOCK_Q, CHUNK, 1), (MASK_Q, MASK_D), TMA
+        )

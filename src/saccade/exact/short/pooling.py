@@ -44,22 +44,36 @@ def store_vector(ptr, strides, x, first_col, head_dim, CHUNK: tl.constexpr, HEAD
 
 
 @triton.jit
-def load_heads(tensor, strides, ROW: tl.constexpr, b, h, limit, first_col, head_dim, BLOCK_KV: tl.constexpr,
-CHUNK: tl.constexpr, HEADS: tl.constexpr,
-               MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr):  # fmt: skip
+def load_heads(tensor, strides, ROW: tl.constexpr, problem, limit, cols, SHAPE: tl.constexpr, MASKED: tl.constexpr):
     """A `[HEADS, BLOCK_KV, CHUNK]` tile for any HEADS, including 1."""
-    tile = load_tile(tensor, strides, ROW, b, h, 0, limit, first_col, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+    b, h = problem
+    first_col, head_dim = cols
+    BLOCK_KV: tl.constexpr = SHAPE[0]
+    CHUNK: tl.constexpr = SHAPE[1]
+    HEADS: tl.constexpr = SHAPE[2]
+    MASK_KEYS: tl.constexpr = MASKED[0]
+    MASK_D: tl.constexpr = MASKED[1]
+    tile = load_tile(
+        tensor, strides, ROW, (b, h), (0, limit), (first_col, head_dim), (BLOCK_KV, CHUNK, HEADS), (MASK_KEYS, MASK_D)
+    )
     return tile if HEADS > 1 else tile[None, :, :]
 
 
 @triton.jit
-def store_heads(tensor, strides, ROW: tl.constexpr, b, h, tile, limit, first_col, head_dim, BLOCK_KV: tl.constexpr,
-CHUNK: tl.constexpr,
-                HEADS: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr):  # fmt: skip
+def store_heads(tensor, strides, ROW: tl.constexpr, problem, tile, limit, cols, SHAPE: tl.constexpr, MASKED: tl.constexpr):
     """The inverse of `load_heads`."""
+    b, h = problem
+    first_col, head_dim = cols
+    BLOCK_KV: tl.constexpr = SHAPE[0]
+    CHUNK: tl.constexpr = SHAPE[1]
+    HEADS: tl.constexpr = SHAPE[2]
+    MASK_KEYS: tl.constexpr = MASKED[0]
+    MASK_D: tl.constexpr = MASKED[1]
     tile = tile.to(tensor.dtype.element_ty)
     tile = tile if HEADS > 1 else tl.reshape(tile, (BLOCK_KV, CHUNK))
-    store_tile(tensor, strides, ROW, b, h, tile, 0, limit, first_col, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+    store_tile(
+        tensor, strides, ROW, (b, h), tile, (0, limit), (first_col, head_dim), (BLOCK_KV, CHUNK, HEADS), (MASK_KEYS, MASK_D)
+    )
 
 
 @triton.jit
@@ -76,11 +90,13 @@ def weighted_sum(weights, tile):
 
 @triton.jit
 def pooled_scores(
-    scores, bias, bias_strides, mask, mask_strides, kv_len, kv_limit,
-    BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASK_KEYS: tl.constexpr,
+    scores, tensors, strides, lengths, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, MASK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Scores `[HEADS, BLOCK_KV]` plus the bias, -inf where the key is invisible, and which keys are visible."""
+    bias, mask = tensors
+    bias_strides, mask_strides = strides
+    kv_len, kv_limit = lengths
     keys = tl.arange(0, BLOCK_KV)
     heads = tl.arange(0, HEADS).to(tl.int64)
     seen = scores == scores
@@ -127,22 +143,23 @@ def _pool_fwd_kernel(
         # request the values before waiting for the keys
         if CHUNK == BLOCK_D:
             v = load_heads(
-                value, value_strides, ROW_STRIDES[2], b, h // GROUP, kv_limit, 0, head_dim,
-                BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D,
+                value, value_strides, ROW_STRIDES[2], (b, h // GROUP), kv_limit, (0, head_dim), (BLOCK_KV, CHUNK, HEADS),
+                (MASK_KEYS, MASK_D),
             )  # fmt: skip
 
         scores = tl.zeros((HEADS, BLOCK_KV), tl.float32)
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             q = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
             k = load_heads(
-                key, key_strides, ROW_STRIDES[1], b, h // GROUP, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D
-            )
+                key, key_strides, ROW_STRIDES[1], (b, h // GROUP), kv_limit, (d, head_dim), (BLOCK_KV, CHUNK, HEADS),
+                (MASK_KEYS, MASK_D),
+            )  # fmt: skip
             scores += row_dot(k, q)
         bias_ptr = bias + bias_row(b, bias_strides).to(tl.int64) * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
         mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
         scores, seen = pooled_scores(
-            scores * (qk_scale * LN2), bias_ptr, bias_strides, mask_ptr, mask_strides, kv_len, kv_limit,
-            BLOCK_KV, HEADS, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
+            scores * (qk_scale * LN2), (bias_ptr, mask_ptr), (bias_strides, mask_strides), (kv_len, kv_limit), BLOCK_KV, HEADS,
+            CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
         )  # fmt: skip
         weights, inverse, log_sum = softmax_rows(scores, 1.0, True)
         tl.store(lse + problem.to(tl.int64) + tl.arange(0, HEADS), log_sum)
@@ -153,8 +170,8 @@ def _pool_fwd_kernel(
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             if CHUNK < BLOCK_D:
                 v = load_heads(
-                    value, value_strides, ROW_STRIDES[2], b, h // GROUP, kv_limit, d, head_dim,
-                    BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D,
+                    value, value_strides, ROW_STRIDES[2], (b, h // GROUP), kv_limit, (d, head_dim), (BLOCK_KV, CHUNK, HEADS),
+                    (MASK_KEYS, MASK_D),
                 )  # fmt: skip
             values = tl.where(seen[:, :, None], v, 0.0) if HAS_MASK else v
             store_vector(out_ptr, out_strides, weighted_sum(weights, values), d, head_dim, CHUNK, HEADS, MASK_D)
@@ -187,11 +204,12 @@ def _pool_bwd_kernel(
         q = load_vector(query_ptr, query_strides, 0, head_dim, CHUNK, HEADS, MASK_D)
         do = load_vector(dout_ptr, dout_strides, 0, head_dim, CHUNK, HEADS, MASK_D)
         k = load_heads(
-            key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D
-        )
+            key, key_strides, ROW_STRIDES[1], (b, h // KV_SHARE), kv_limit, (0, head_dim), (BLOCK_KV, CHUNK, HEADS),
+            (MASK_KEYS, MASK_D),
+        )  # fmt: skip
         v = load_heads(
-            value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, kv_limit, 0, head_dim,
-            BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D,
+            value, value_strides, ROW_STRIDES[2], (b, h // KV_SHARE), kv_limit, (0, head_dim), (BLOCK_KV, CHUNK, HEADS),
+            (MASK_KEYS, MASK_D),
         )  # fmt: skip
         scores = row_dot(k, q)
         dweights = row_dot(v, do)
@@ -199,20 +217,20 @@ def _pool_bwd_kernel(
             q_next = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
             do_next = load_vector(dout_ptr, dout_strides, d, head_dim, CHUNK, HEADS, MASK_D)
             k_next = load_heads(
-                key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, kv_limit, d, head_dim,
-                BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D,
+                key, key_strides, ROW_STRIDES[1], (b, h // KV_SHARE), kv_limit, (d, head_dim), (BLOCK_KV, CHUNK, HEADS),
+                (MASK_KEYS, MASK_D),
             )  # fmt: skip
             v_next = load_heads(
-                value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, kv_limit, d, head_dim,
-                BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D,
+                value, value_strides, ROW_STRIDES[2], (b, h // KV_SHARE), kv_limit, (d, head_dim), (BLOCK_KV, CHUNK, HEADS),
+                (MASK_KEYS, MASK_D),
             )  # fmt: skip
             scores += row_dot(k_next, q_next)
             dweights += row_dot(v_next, do_next)
         bias_ptr = bias + bias_row(b, bias_strides).to(tl.int64) * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
         mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
         scores, seen = pooled_scores(
-            scores * scale, bias_ptr, bias_strides, mask_ptr, mask_strides, kv_len, kv_limit,
-            BLOCK_KV, HEADS, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
+            scores * scale, (bias_ptr, mask_ptr), (bias_strides, mask_strides), (kv_len, kv_limit), BLOCK_KV, HEADS, CAUSAL,
+            HAS_BIAS, HAS_MASK, MASK_KEYS,
         )  # fmt: skip
         # normalised by their own sum: next to a large score the logarithm of the sum is lost in lse
         if HAS_BIAS:
@@ -244,8 +262,8 @@ def _pool_bwd_kernel(
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             if CHUNK < BLOCK_D:
                 k = load_heads(
-                    key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, kv_limit, d, head_dim,
-                    BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D,
+                    key, key_strides, ROW_STRIDES[1], (b, h // KV_SHARE), kv_limit, (d, head_dim), (BLOCK_KV, CHUNK, HEADS),
+                    (MASK_KEYS, MASK_D),
                 )  # fmt: skip
                 q = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
                 do = load_vector(dout_ptr, dout_strides, d, head_dim, CHUNK, HEADS, MASK_D)
@@ -253,12 +271,14 @@ def _pool_bwd_kernel(
             store_vector(dquery_ptr, dquery_strides, weighted_sum(dscores, keys), d, head_dim, CHUNK, HEADS, MASK_D)
             dv = dropped[:, :, None] * do[:, None, :]
             store_heads(
-                dvalue, dvalue_strides, ROW_STRIDES[6], b, h, dv, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D
-            )
+                dvalue, dvalue_strides, ROW_STRIDES[6], (b, h), dv, kv_len, (d, head_dim), (BLOCK_KV, CHUNK, HEADS),
+                (MASK_KEYS, MASK_D),
+            )  # fmt: skip
             dk = dscores[:, :, None] * q[:, None, :]
             store_heads(
-                dkey, dkey_strides, ROW_STRIDES[5], b, h, dk, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D
-            )
+                dkey, dkey_strides, ROW_STRIDES[5], (b, h), dk, kv_len, (d, head_dim), (BLOCK_KV, CHUNK, HEADS),
+                (MASK_KEYS, MASK_D),
+            )  # fmt: skip
     if BIAS_GRAD:
         keys = tl.arange(0, BLOCK_KV)[None, :]
         # HEADS is 1 here; the axis only shapes the store

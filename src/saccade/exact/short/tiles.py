@@ -70,13 +70,21 @@ def tile_offsets(strides, ROW: tl.constexpr, first_row, first_col, ROWS: tl.cons
 
 @triton.jit
 def load_tile(
-    tensor, strides, ROW: tl.constexpr, b, h, first_row, row_limit, first_col, col_limit, ROWS: tl.constexpr, COLS: tl.constexpr,
-    HEADS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr, TMA: tl.constexpr = False,
+    tensor, strides, ROW: tl.constexpr, problem, rows, cols, SHAPE: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr = False,
 ):  # fmt: skip
     """A tile of batch row b and head h, zero where its row or column is at or beyond the limit.
 
     With TMA `tensor` is a descriptor of `[B, T, H, D]` and the limits are those of the tensor itself.
     """
+    b, h = problem
+    first_row, row_limit = rows
+    first_col, col_limit = cols
+    ROWS: tl.constexpr = SHAPE[0]
+    COLS: tl.constexpr = SHAPE[1]
+    HEADS: tl.constexpr = SHAPE[2]
+    MASK_ROWS: tl.constexpr = MASKED[0]
+    MASK_COLS: tl.constexpr = MASKED[1]
     if TMA:
         tile = tl.reshape(tensor.load([b, first_row, h, first_col]), (ROWS, COLS))
     else:
@@ -93,10 +101,18 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    tensor, strides, ROW: tl.constexpr, b, h, tile, first_row, row_limit, first_col, col_limit, ROWS: tl.constexpr,
-    COLS: tl.constexpr, HEADS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr, TMA: tl.constexpr = False,
+    tensor, strides, ROW: tl.constexpr, problem, tile, rows, cols, SHAPE: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr = False,
 ):  # fmt: skip
     """Write a tile in the dtype of the tensor, only where its row and column are inside the limits."""
+    b, h = problem
+    first_row, row_limit = rows
+    first_col, col_limit = cols
+    ROWS: tl.constexpr = SHAPE[0]
+    COLS: tl.constexpr = SHAPE[1]
+    HEADS: tl.constexpr = SHAPE[2]
+    MASK_ROWS: tl.constexpr = MASKED[0]
+    MASK_COLS: tl.constexpr = MASKED[1]
     if TMA:
         tensor.store([b, first_row, h, first_col], tl.reshape(tile.to(tensor.dtype), (1, ROWS, 1, COLS)))
     else:
@@ -219,11 +235,13 @@ def inside_pairs(
 
 
 @triton.jit
-def load_bias(
-    bias, strides, b, h, first_query, q_len, kv_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr,
-    KIND: tl.constexpr,
-):  # fmt: skip
+def load_bias(bias, strides, problem, first_query, lengths, SHAPE: tl.constexpr, KIND: tl.constexpr):
     """The bias of problem (b, h), float32, broadcastable to the scores. It is not in base 2, where 2.4e38 would overflow."""
+    b, h = problem
+    q_len, kv_len = lengths
+    BLOCK_Q: tl.constexpr = SHAPE[0]
+    BLOCK_KV: tl.constexpr = SHAPE[1]
+    HEADS: tl.constexpr = SHAPE[2]
     ptrs = bias + bias_row(b, strides).to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     ptrs += pair_offsets(strides, first_query, BLOCK_Q, BLOCK_KV, HEADS, KIND)
     inside = inside_pairs(first_query, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, KIND)
@@ -232,11 +250,16 @@ def load_bias(
 
 @triton.jit
 def masked_scores(
-    scores, mask, mask_strides, b, h, first_query, q_len, kv_len, kv_limit, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    HEADS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_KEYS: tl.constexpr,
+    scores, mask, mask_strides, problem, first_query, lengths, SHAPE: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr, MASK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Scores with -inf where the key is invisible, and (with HAS_MASK) the visible pairs of the mask, broadcastable to the
     scores."""
+    b, h = problem
+    q_len, kv_len, kv_limit = lengths
+    BLOCK_Q: tl.constexpr = SHAPE[0]
+    BLOCK_KV: tl.constexpr = SHAPE[1]
+    HEADS: tl.constexpr = SHAPE[2]
     keys = along(tl.arange(0, BLOCK_KV), 1, HEADS)
     seen = scores
     if HAS_MASK:

@@ -1,7 +1,11 @@
-// The state on which a captured graph of a model depends, as bytes that are compared at each call. In Python the same walk over MiniLM takes 90 to 300 us.
+// The state on which a captured graph of a model depends: recorded as bytes, and compared with them at each call. In Python the same walk over MiniLM
+// takes 90 to 300 us.
 #pragma once
 
 #include <Python.h>
+#include <cstring>
+#include <memory>
+#include <utility>
 #include <vector>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -9,44 +13,179 @@
 namespace {
 
 // The address of a tensor's numbers; 0 if it has no memory of its own, as a wrapper of other tensors.
-int64_t address_of(const at::Tensor& tensor) {
-    const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-    if (!impl->has_storage() || !impl->storage()) return 0;
-    return reinterpret_cast<int64_t>(impl->storage().data()) + impl->storage_offset() * static_cast<int64_t>(impl->itemsize());
+int64_t address_of(const c10::TensorImpl& impl) {
+    if (!impl.has_storage() || !impl.storage()) return 0;
+    return reinterpret_cast<int64_t>(impl.storage().data()) + impl.storage_offset() * static_cast<int64_t>(impl.itemsize());
 }
 
-// state_of(dicts, hooks, owns): every value of `dicts`, and of tensors their address and whether they want a gradient; the size of each dict in `hooks`;
-// and `training` of each dict in `owns`, the attributes of a module.
+// Dtype, sizes and strides in one number. Wrappers of other tensors, and those of symbolic sizes, have 0.
+int64_t form_of(const c10::TensorImpl& impl) {
+    if (!impl.has_storage() || impl.has_symbolic_sizes_strides()) return 0;
+    uint64_t mixed = static_cast<uint64_t>(impl.dtype().toScalarType()) + 1;
+    const auto sizes = impl.sizes(), strides = impl.strides();
+    for (size_t i = 0; i < sizes.size(); ++i) {
+        mixed = (mixed ^ static_cast<uint64_t>(sizes[i])) * 0x9E3779B97F4A7C15u;
+        mixed = (mixed ^ static_cast<uint64_t>(strides[i])) * 0xC2B2AE3D27D4EB4Fu;
+    }
+    return static_cast<int64_t>(mixed);
+}
+
+// The record of a tensor. Object and impl are compared too, as `swap_tensors` exchanges the impls of two objects.
+struct Kept {
+    const PyObject* object;
+    const c10::TensorImpl* impl;
+    int64_t address, form, requires_grad;
+
+    static Kept of(PyObject* object, bool gradients) {
+        const c10::TensorImpl* impl = THPVariable_Unpack(object).unsafeGetTensorImpl();
+        return {object, impl, address_of(*impl), form_of(*impl), gradients && impl->requires_grad()};
+    }
+    bool is(PyObject* now, bool gradients) const {
+        if (THPVariable_Unpack(now).unsafeGetTensorImpl() != impl) return false;
+        return address_of(*impl) == address && form_of(*impl) == form && (!gradients || impl->requires_grad() == bool(requires_grad));
+    }
+    // A walk meets thousands of cache lines that lie apart, and is bound by waiting for them one after another
+    void fetch() const {
+        __builtin_prefetch(object);
+        for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) __builtin_prefetch(reinterpret_cast<const char*>(impl) + line);
+    }
+};
+
+constexpr Py_ssize_t AHEAD = 12;  // entries of a list that are fetched before they are read
+
+PyObject* ahead(PyObject* list, Py_ssize_t i) {
+    if (i + AHEAD < PyList_GET_SIZE(list)) __builtin_prefetch(PyList_GET_ITEM(list, i + AHEAD));
+    return PyList_GET_ITEM(list, i);
+}
+
+// Takes the words and tensors of a walk down.
+struct Recorder {
+    std::vector<int64_t> words;
+    std::vector<Kept> tensors;
+
+    bool take(int64_t word) {
+        words.push_back(word);
+        return true;
+    }
+    bool take_object(PyObject* value) {
+        // THPVariable_Check asks the metaclass, which takes ten times as long
+        if (PyType_IsSubtype(Py_TYPE(value), reinterpret_cast<PyTypeObject*>(THPVariableClass))) tensors.push_back(Kept::of(value, true));
+        return take(reinterpret_cast<int64_t>(value));
+    }
+};
+
+// Compares the words of a walk with those of an earlier one.
+struct Comparison {
+    const int64_t *next, *end;
+
+    bool take(int64_t word) { return next != end && *next++ == word; }
+    bool take_object(PyObject* value) { return take(reinterpret_cast<int64_t>(value)); }
+};
+
+// Walks over dicts, hooks, owns and marks, as `state_of` is given them.
+template <class Words>
+bool walk(PyObject* const* lists, Words& words) {
+    static PyObject* const training = PyUnicode_InternFromString("training");
+    for (int i = 0; i < 4; ++i) TORCH_CHECK(PyList_Check(lists[i]), "the state is read of four lists");
+    const auto dict = [&](int list, Py_ssize_t i) {
+        PyObject* found = ahead(lists[list], i);
+        TORCH_CHECK(PyDict_Check(found), "the state is read of lists of dicts");
+        return found;
+    };
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lists[0]); ++i) {
+        PyObject *values = dict(0, i), *key = nullptr, *value = nullptr;
+        const Py_ssize_t size = PyDict_GET_SIZE(values);
+        if (!words.take(size)) return false;
+        for (Py_ssize_t place = 0; size && PyDict_Next(values, &place, &key, &value);)
+            if (!words.take_object(value)) return false;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lists[1]); ++i)
+        if (!words.take(PyDict_GET_SIZE(dict(1, i)))) return false;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lists[2]); ++i)
+        if (!words.take(reinterpret_cast<int64_t>(PyDict_GetItemWithError(dict(2, i), training)))) return false;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lists[3]); ++i) {
+        PyObject* mark = ahead(lists[3], i);
+        TORCH_CHECK(PyTuple_Check(mark) && PyTuple_GET_SIZE(mark) == 2 && PyDict_Check(PyTuple_GET_ITEM(mark, 0)), "a mark is a dict and a key");
+        if (!words.take(reinterpret_cast<int64_t>(PyDict_GetItemWithError(PyTuple_GET_ITEM(mark, 0), PyTuple_GET_ITEM(mark, 1))))) return false;
+    }
+    return true;
+}
+
+// state_of(dicts, hooks, owns, marks): every value of `dicts`, and of tensors their memory, form and whether they want a gradient; the size of each
+// dict in `hooks`; `training` of each dict in `owns`, the attributes of a module; and the value of each mark, a dict and a key.
 PyObject* state_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 3, "state_of takes three lists of dicts");
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        TORCH_CHECK(PyList_Check(arguments[i]), "state_of takes lists of dicts");
-        for (Py_ssize_t j = 0; j < PyList_GET_SIZE(arguments[i]); ++j)
-            TORCH_CHECK(PyDict_Check(PyList_GET_ITEM(arguments[i], j)), "state_of takes lists of dicts");
-    }
-    static PyObject* const training = PyUnicode_InternFromString("training");
-    std::vector<int64_t> found;
-    found.reserve(1024);
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(arguments[0]); ++i) {
-        PyObject* dict = PyList_GET_ITEM(arguments[0], i);
-        PyObject *key = nullptr, *value = nullptr;
-        Py_ssize_t place = 0;
-        found.push_back(-1);
-        while (PyDict_Next(dict, &place, &key, &value)) {
-            found.push_back(reinterpret_cast<int64_t>(value));
-            // THPVariable_Check asks the metaclass, which takes ten times as long
-            if (!PyType_IsSubtype(Py_TYPE(value), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;
-            const at::Tensor& tensor = THPVariable_Unpack(value);
-            found.push_back(address_of(tensor));
-            found.push_back(tensor.requires_grad());
-        }
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(arguments[1]); ++i) found.push_back(PyDict_Size(PyList_GET_ITEM(arguments[1], i)));
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(arguments[2]); ++i)
-        found.push_back(reinterpret_cast<int64_t>(PyDict_GetItemWithError(PyList_GET_ITEM(arguments[2], i), training)));
-    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), static_cast<Py_ssize_t>(found.size() * sizeof(int64_t)));
+    TORCH_CHECK(count == 4, "state_of takes four lists");
+    Recorder found;
+    walk(arguments, found);
+    const Py_ssize_t tensors = found.tensors.size() * sizeof(Kept), words = found.words.size() * sizeof(int64_t);
+    PyObject* bytes = PyBytes_FromStringAndSize(nullptr, sizeof(int64_t) + tensors + words);
+    if (!bytes) return nullptr;
+    char* into = PyBytes_AS_STRING(bytes);
+    const int64_t behind = found.tensors.size();
+    std::memcpy(into, &behind, sizeof(int64_t));
+    std::memcpy(into + sizeof(int64_t), found.tensors.data(), tensors);
+    std::memcpy(into + sizeof(int64_t) + tensors, found.words.data(), words);
+    return bytes;
     END_HANDLE_TH_ERRORS
+}
+
+// is_state(state, gradients, dicts, hooks, owns, marks): whether `state_of` would give the same bytes. The caller holds all values that it gave them
+// for, so that no other object has their addresses. gradients: whether it matters which tensors want one.
+PyObject* is_state(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 6 && PyBytes_Check(arguments[0]), "is_state takes bytes of state_of, a flag and four lists");
+    const auto* first = reinterpret_cast<const int64_t*>(PyBytes_AS_STRING(arguments[0]));
+    const auto* tensors = reinterpret_cast<const Kept*>(first + 1);
+    Comparison kept{reinterpret_cast<const int64_t*>(tensors + *first), first + PyBytes_GET_SIZE(arguments[0]) / sizeof(int64_t)};
+    if (!walk(arguments + 2, kept) || kept.next != kept.end) Py_RETURN_FALSE;
+    // the same objects, so they may be read
+    const bool gradients = arguments[1] == Py_True;
+    for (int64_t i = 0; i < *first; ++i) {
+        if (i + AHEAD < *first) tensors[i + AHEAD].fetch();
+        if (!tensors[i].is(const_cast<PyObject*>(tensors[i].object), gradients)) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+    END_HANDLE_TH_ERRORS
+}
+
+// The memory of tensors, which this does not keep alive. A weak reference keeps the storage object alone, so that no other one gets its address.
+struct Places {
+    static constexpr const char* NAME = "saccade_calls.Places";
+    std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, const void*>> all;
+
+    bool hold() const {
+        for (size_t i = 0; i < all.size(); ++i) {
+            if (i + AHEAD < all.size()) __builtin_prefetch(all[i + AHEAD].first._unsafe_get_target());
+            if (all[i].first._unsafe_get_target()->data_ptr().get() != all[i].second) return false;  // null once it is freed
+        }
+        return true;
+    }
+};
+
+// places_of(tensors): where their memory lies.
+PyObject* places_of(PyObject*, PyObject* given) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(PyList_Check(given), "places_of takes a list of tensors");
+    auto found = std::make_unique<Places>();
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); ++i) {
+        TORCH_CHECK(THPVariable_Check(PyList_GET_ITEM(given, i)), "places_of takes a list of tensors");
+        const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(given, i));
+        if (!tensor.has_storage() || !tensor.storage()) continue;
+        const c10::Storage& storage = tensor.storage();
+        const bool seen = !found->all.empty() && found->all.back().first._unsafe_get_target() == storage.unsafeGetStorageImpl();
+        if (!seen) found->all.emplace_back(storage.getWeakStorageImpl(), storage.data());
+    }
+    return PyCapsule_New(found.release(), Places::NAME, [](PyObject* capsule) {
+        delete static_cast<Places*>(PyCapsule_GetPointer(capsule, Places::NAME));
+    });
+    END_HANDLE_TH_ERRORS
+}
+
+// hold(places): whether all of that memory is allocated, and none has moved.
+PyObject* hold(PyObject*, PyObject* given) {
+    const auto* places = static_cast<const Places*>(PyCapsule_GetPointer(given, Places::NAME));
+    return places ? PyBool_FromLong(places->hold()) : nullptr;
 }
 
 }  // namespace
