@@ -15,12 +15,12 @@ _BACKWARD = 32
 # bytes of a tile's row, and tiles that are loaded ahead; the products need at least 16 numbers a side
 _ROW_BYTES, _STAGES, _NARROWEST = 256, 3, 16
 # programs of a backward, whatever the GPU, so that sums are the same on each
-_PROGRAMS = 512
+_PROGRAMS = 1024
 
 
 def forward(values: Tensor, weight: Tensor, A: Tensor, bias: Tensor | None, form: str, save: bool) -> tuple[Tensor, Tensor]:
     """scores, float32 `[B, Hkv, S]`, and their derivatives by z and by A, `[2, B, Hkv, S]`, empty unless they are to be saved."""
-    rows = _rows(values)
+    (rows,) = _rows(values)
     batch, tokens, heads = rows.shape[0], rows.shape[1], weight.shape[0]
     scores = torch.empty((batch, heads, tokens), dtype=torch.float32, device=values.device)
     derivatives = scores.new_empty((2, *scores.shape) if save else 0)
@@ -38,8 +38,8 @@ def forward(values: Tensor, weight: Tensor, A: Tensor, bias: Tensor | None, form
 
 def backward(dscores: Tensor, derivatives: Tensor, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dvalues, dweight, dA, dbias); dA and dbias are float32 and share memory."""
-    rows, dvalues = _rows(values), torch.empty_like(values)
-    gradient = _rows(dvalues)
+    dvalues = torch.empty_like(values)
+    rows, gradient = _rows(values, dvalues)
     (batch, tokens, groups, width), heads = rows.shape, weight.shape[0]
     if not values.numel() or not heads:
         nothing = torch.zeros((2, heads), dtype=torch.float32, device=values.device)
@@ -57,13 +57,13 @@ def backward(dscores: Tensor, derivatives: Tensor, values: Tensor, weight: Tenso
     return dvalues, dweight.sum(0).to(weight.dtype), of_heads[0], of_heads[1]
 
 
-def _rows(values: Tensor) -> Tensor:
-    """`[B, S, groups, width]` of values `[B, S, E]` or `[B, Hkv, S, D]`; one group if all heads of a token lie side by side."""
-    if values.dim() == 3:
-        return values.unsqueeze(2)
-    heads = values.transpose(1, 2)
-    beside = heads.stride(2) == heads.shape[3] or heads.shape[2] == 1
-    return heads.flatten(2).unsqueeze(2) if beside else heads
+def _rows(*values: Tensor) -> list[Tensor]:
+    """`[B, S, groups, width]` of values `[B, S, E]` or `[B, Hkv, S, D]`; one group if in each of them all heads of a token lie side by side."""
+    if values[0].dim() == 3:
+        return [x.unsqueeze(2) for x in values]
+    heads = [x.transpose(1, 2) for x in values]
+    beside = all(x.stride(2) == x.shape[3] or x.shape[2] == 1 for x in heads)
+    return [x.flatten(2).unsqueeze(2) for x in heads] if beside else heads
 
 
 def _tile(rows: Tensor, heads: int) -> tuple[int, int]:
