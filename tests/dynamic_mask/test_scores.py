@@ -316,7 +316,6 @@ def test_there_is_no_second_derivative():
         ({"form": "log"}, "form is 'log'; allowed are 'exp', 'linear'"),
         ({"backend": "gather"}, "backend is 'gather'; allowed are 'auto', 'fused', 'reference'"),
     ],
-    ids=str,
 )
 def test_bad_arguments(argument, sentence):
     values, weight, A, bias, _ = inputs(CASES[0], torch.float32, device="cpu")
