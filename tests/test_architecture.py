@@ -291,6 +291,18 @@ def test_files_stay_small(path):
     assert lines <= (700 if is_device_code(path) else 400), f"{path} has {lines} lines"
 
 
+def test_helpers_of_triton_kernels_group_their_arguments():
+    found = {}
+    for path in FILES:
+        for f in parsed(path).body:
+            if isinstance(f, ast.FunctionDef) and any("triton.jit" in ast.unparse(x) for x in f.decorator_list):
+                found[path, f.name] = f
+    called = {x.func.id for f in found.values() for x in ast.walk(f) if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)}
+    helpers = {where: len(f.args.args) for where, f in found.items() if where[1] in called}
+    assert len(helpers) > 60
+    assert {where: count for where, count in helpers.items() if count > 10} == {}
+
+
 def test_files_of_the_tools_stay_small():
     for path in (ROOT / "tools").rglob("*.py"):
         assert len(path.read_text().splitlines()) <= 400, path

@@ -84,10 +84,10 @@ def entries_after(scores, position, places, size, score_new, now, evicted, admit
 
 
 @triton.jit
-def still_kept(
-    scores, position, places, size, score_new, now, evicted, admitted, keep, sinks, window, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def still_kept(scores, position, places, sizes, token, BLOCK_N: tl.constexpr):
     """Whether the new token keeps the entries at `places` `[BLOCK_N]`: by their position, or as those that fewer than `keep` outrank."""
+    size, keep, sinks, window = sizes
+    score_new, now, evicted, admitted = token
     rank, at = entries_after(scores, position, places, size, score_new, now, evicted, admitted)
     above = tl.zeros((BLOCK_N,), tl.int32)
     for first in tl.range(0, size, _OTHERS, num_stages=1):
@@ -106,12 +106,15 @@ def load_places(entries, places, stop, dims, head_dim):
 
 
 @triton.jit
-def combined(
-    parts, maxima, sums, first_part, members, dims, head_dim,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+def combined(tensors, first_part, members, dims, head_dim, SHAPE: tl.constexpr):
     """(out `[GROUP_PAD, D]`, log-sum-exp in base 2 `[GROUP_PAD]`) of the parts of all splits of one head, AT_ONCE splits at a
     time."""
+    parts, maxima, sums = tensors
+    GROUP: tl.constexpr = SHAPE[0]
+    GROUP_PAD: tl.constexpr = SHAPE[1]
+    BLOCK_D: tl.constexpr = SHAPE[2]
+    SPLITS: tl.constexpr = SHAPE[3]
+    AT_ONCE: tl.constexpr = SHAPE[4]
     # .cg: other multiprocessors wrote these, so the L1 cache must be bypassed
     rows = (first_part + tl.arange(0, SPLITS))[:, None] * GROUP + members[None, :]
     inside = tl.broadcast_to((members < GROUP)[None, :], (SPLITS, GROUP_PAD))
@@ -179,7 +182,7 @@ def _decode_kernel(
         used = taken | (tl.load(position + places, mask=places < stop, other=-1) >= 0)
         if ALWAYS:
             used = used & still_kept(
-                scores, position, places, size, score_new, now, evicted, admitted, keep, sinks, window, BLOCK_N
+                scores, position, places, (size, keep, sinks, window), (score_new, now, evicted, admitted), BLOCK_N
             )
         k = tl.where(taken[:, None], k_new[None, :], k)
         v = tl.where(taken[:, None], v_new[None, :], v)
@@ -210,7 +213,7 @@ def _decode_kernel(
         members = tl.arange(0, GROUP_PAD)
         inside = (members < GROUP)[:, None] & wide[None, :]
         result, log_sum = combined(
-            parts, maxima, sums, owner * SPLITS, members, dims, head_dim, GROUP, GROUP_PAD, BLOCK_D, SPLITS, AT_ONCE
+            (parts, maxima, sums), owner * SPLITS, members, dims, head_dim, (GROUP, GROUP_PAD, BLOCK_D, SPLITS, AT_ONCE)
         )
         heads = h * GROUP + members
         out_ptrs = out + b * out_b + heads[:, None] * out_h + step * out_t + dims[None, :]

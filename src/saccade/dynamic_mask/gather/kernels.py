@@ -36,8 +36,9 @@ def load_rows(tensor, strides, b, heads, indices, dims, inside):
 
 
 @triton.jit
-def load_list(lists, scores, start, stop, owner, base, first, count, kv_len, BLOCK_N: tl.constexpr, HAS_SCORES: tl.constexpr):
+def load_list(tensors, owner, base, first, count, kv_len, BLOCK_N: tl.constexpr, HAS_SCORES: tl.constexpr):
     """(index, listed, bias in base 2, start, stop) of BLOCK_N keys of a list."""
+    lists, scores, start, stop = tensors
     along = first + tl.arange(0, BLOCK_N)
     listed = along < count
     index = tl.load(lists + base + along, mask=listed, other=0)
@@ -72,7 +73,7 @@ def _gather_fwd_kernel(
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for first in tl.range(0, count, BLOCK_N, num_stages=STAGES):
         index, listed, bias, begins, ends = load_list(
-            lists, scores, start, stop, owner, slot * longest, first, count, kv_len, BLOCK_N, HAS_SCORES
+            (lists, scores, start, stop), owner, slot * longest, first, count, kv_len, BLOCK_N, HAS_SCORES
         )
         keys_in = listed[:, None] & (dims < head_dim)[None, :]
         k = load_rows(key, key_strides, b, index * 0 + h, index, dims, keys_in)
@@ -106,17 +107,18 @@ def load_shift(lse, delta, b, heads, queries, kv_heads, q_len, GROUP: tl.constex
 
 
 @triton.jit
-def far_sums(
-    q, key, scores, start, stop, lists, key_strides, b, h, owner, at, base, count, kv_len, dims, head_dim, qk_scale,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def far_sums(q, key, tensors, key_strides, where, span, width, qk_scale, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
     """(maximum in base 2, 1 / sum of the weights relative to it) of rows, recomputed as in forward; +inf and 0 for a row that
     sees no key."""
+    lists, scores, start, stop = tensors
+    b, h, owner, at = where
+    base, count, kv_len = span
+    dims, head_dim = width
     row_max = at.to(tl.float32) * 0.0 + float("-inf")
     row_sum = at.to(tl.float32) * 0.0
     for first in tl.range(0, count, BLOCK_N, num_stages=1):
         index, listed, bias, begins, ends = load_list(
-            lists, scores, start, stop, owner, base, first, count, kv_len, BLOCK_N, True
+            (lists, scores, start, stop), owner, base, first, count, kv_len, BLOCK_N, True
         )
         k = load_rows(key, key_strides, b, index * 0 + h, index, dims, listed[:, None] & (dims < head_dim)[None, :])
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale + bias[:, None]
@@ -162,8 +164,8 @@ def _gather_dq_kernel(
         inverse = tl.full((ROWS,), 1.0, tl.float32)
         if tl.max(tl.where(log_sum == float("-inf"), 0.0, tl.abs(log_sum)), 0) > _FAR:
             shift, inverse = far_sums(
-                q, key, scores, start, stop, lists, key_strides, b, h, owner, at, slot * longest, count, kv_len, dims, head_dim,
-                scale * LOG2E, BLOCK_N, PRECISION,
+                q, key, (lists, scores, start, stop), key_strides, (b, h, owner, at), (slot * longest, count, kv_len),
+                (dims, head_dim), scale * LOG2E, BLOCK_N, PRECISION,
             )  # fmt: skip
             do = (do.to(tl.float32) * inverse[:, None]).to(do.dtype)
             d *= inverse
@@ -173,7 +175,7 @@ def _gather_dq_kernel(
     dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for first in tl.range(0, count, BLOCK_N, num_stages=STAGES):
         index, listed, bias, begins, ends = load_list(
-            lists, scores, start, stop, owner, slot * longest, first, count, kv_len, BLOCK_N, HAS_SCORES
+            (lists, scores, start, stop), owner, slot * longest, first, count, kv_len, BLOCK_N, HAS_SCORES
         )
         keys_in = listed[:, None] & (dims < head_dim)[None, :]
         k = load_rows(key, key_strides, b, index * 0 + h, index, dims, keys_in)
@@ -213,7 +215,7 @@ def _gather_dkv_kernel(
     dims = tl.arange(0, BLOCK_D)
     base = owner.to(tl.int64) * kv_len
     index, listed, bias, begins, ends = load_list(
-        order, scores, start, stop, owner, base, tile * BLOCK_N, kv_len, kv_len, BLOCK_N, HAS_SCORES
+        (order, scores, start, stop), owner, base, tile * BLOCK_N, kv_len, kv_len, BLOCK_N, HAS_SCORES
     )
     keys_in = listed[:, None] & (dims < head_dim)[None, :]
     k = load_rows(key, key_strides, b, index * 0 + h, index, dims, keys_in)

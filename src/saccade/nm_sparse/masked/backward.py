@@ -33,11 +33,17 @@ _FAR = tl.constexpr(1024.0)
 
 
 @triton.jit
-def _anchor(
-    q, key, bias, bits, lse, key_strides, bias_strides, b, h, queries, rows, rows_in, slots, kv_len, head_dim, words, scale,
-    HEADS_PER_KEY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _anchor(q, tensors, strides, where, numbers, SHAPE: tl.constexpr, PRECISION: tl.constexpr):
     """(shift, inverse) of rows, `P = exp(S - shift) * inverse`: lse and 1, or the maximum and 1 / sum where lse is too coarse."""
+    key, bias, bits, lse = tensors
+    key_strides, bias_strides = strides
+    b, h, queries, rows, rows_in = where
+    slots, kv_len, head_dim, words, scale = numbers
+    HEADS_PER_KEY: tl.constexpr = SHAPE[0]
+    BLOCK_S: tl.constexpr = SHAPE[1]
+    BLOCK_D: tl.constexpr = SHAPE[2]
+    M: tl.constexpr = SHAPE[3]
+    P: tl.constexpr = SHAPE[4]
     log_sum = tl.load(lse + rows, mask=rows_in, other=0.0)
     shift = tl.where(log_sum == float("-inf"), 0.0, log_sum)
     inverse = shift * 0.0 + 1.0
@@ -48,7 +54,7 @@ def _anchor(
             keys, real = keys_of(first, kv_len, BLOCK_S, M, P)
             k = load_rows(key, key_strides, b, h // HEADS_PER_KEY, keys, real, head_dim, BLOCK_D)
             inside = rows_in[:, None] & real[None, :]
-            scores = scores_of(q, k, bias, bias_strides, b, h, queries, keys, inside, scale, True, PRECISION)
+            scores = scores_of(q, k, bias, bias_strides, (b, h, queries, keys), inside, scale, True, PRECISION)
             scores = tl.where(load_bits(bits, rows, rows_in, first, words, BLOCK_S), scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -68,15 +74,21 @@ def load_anchor(shifts, inverses, rows, rows_in):
 
 @triton.jit
 def _bwd_tile(
-    q, k, v, do, bias, seed, bits, shift, inverse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,
-    kv_len, words, scale, dropout_p,
-    BLOCK_S: tl.constexpr, M: tl.constexpr, P: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    tiles, tensors, bias_strides, anchor, where, numbers, SHAPE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(weights after dropout, dS, kept) of a tile, `[BLOCK_Q, BLOCK_S]`."""
+    q, k, v, do = tiles
+    bias, seed, bits, delta = tensors
+    shift, inverse = anchor
+    b, h, problem, queries, rows, rows_in, first, keys, real = where
+    kv_len, words, scale, dropout_p = numbers
+    BLOCK_S: tl.constexpr = SHAPE[0]
+    M: tl.constexpr = SHAPE[1]
+    P: tl.constexpr = SHAPE[2]
     inside = rows_in[:, None] & real[None, :]
     kept = load_bits(bits, rows, rows_in, first, words, BLOCK_S)
-    scores = scores_of(q, k, bias, bias_strides, b, h, queries, keys, inside, scale, HAS_BIAS, PRECISION)
+    scores = scores_of(q, k, bias, bias_strides, (b, h, queries, keys), inside, scale, HAS_BIAS, PRECISION)
     # the shift first: a score near the largest float32 times log2(e) would overflow
     probs = tl.exp2((scores - shift[:, None]) * LOG2E)
     if HAS_BIAS:
@@ -113,8 +125,8 @@ def _masked_dq_kernel(
     limit = tl.minimum(kv_len, (block + 1) * BLOCK_Q) if CAUSAL else kv_len
     if HAS_BIAS:
         shift, inverse = _anchor(
-            q, key, bias, bits, lse, key_strides, bias_strides, b, h, queries, rows, rows_in, slots_up_to(limit, M, P), kv_len,
-            head_dim, words, scale, HEADS_PER_KEY, BLOCK_S, BLOCK_D, M, P, PRECISION,
+            q, (key, bias, bits, lse), (key_strides, bias_strides), (b, h, queries, rows, rows_in),
+            (slots_up_to(limit, M, P), kv_len, head_dim, words, scale), (HEADS_PER_KEY, BLOCK_S, BLOCK_D, M, P), PRECISION,
         )  # fmt: skip
         tl.store(shifts + rows, shift, mask=rows_in)  # for the next kernels
         tl.store(inverses + rows, inverse, mask=rows_in)
@@ -130,8 +142,9 @@ def _masked_dq_kernel(
             k = load_rows(key, key_strides, b, h // HEADS_PER_KEY, keys, real, head_dim, BLOCK_D)
             v = load_rows(value, value_strides, b, h // HEADS_PER_KEY, keys, real, head_dim, BLOCK_D)
             _, ds, kept = _bwd_tile(
-                q, k, v, do, bias, seed, bits, shift, inverse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,
-                kv_len, words, scale, dropout_p, BLOCK_S, M, P, HAS_BIAS, HAS_DROPOUT, PRECISION,
+                (q, k, v, do), (bias, seed, bits, delta), bias_strides, (shift, inverse),
+                (b, h, problem, queries, rows, rows_in, first, keys, real), (kv_len, words, scale, dropout_p), (BLOCK_S, M, P),
+                HAS_BIAS, HAS_DROPOUT, PRECISION,
             )  # fmt: skip
             dq = tl.dot(ds.to(k.dtype), kept_rows(k, kept), dq, input_precision=PRECISION)
     store_rows(dquery, dquery_strides, b, h, queries, rows_in, head_dim, dq * scale, BLOCK_D)
@@ -172,8 +185,9 @@ def _masked_dkv_kernel(
             do = load_rows(dout, dout_strides, b, h, queries, rows_in, head_dim, BLOCK_D)
             shift, inverse = load_anchor(shifts, inverses, rows, rows_in)
             dropped, ds, _ = _bwd_tile(
-                q, k, v, do, bias, seed, bits, shift, inverse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,
-                kv_len, words, scale, dropout_p, BLOCK_S, M, P, HAS_BIAS, HAS_DROPOUT, PRECISION,
+                (q, k, v, do), (bias, seed, bits, delta), bias_strides, (shift, inverse),
+                (b, h, problem, queries, rows, rows_in, first, keys, real), (kv_len, words, scale, dropout_p), (BLOCK_S, M, P),
+                HAS_BIAS, HAS_DROPOUT, PRECISION,
             )  # fmt: skip
             dv = tl.dot(tl.trans(dropped.to(do.dtype)), do, dv, input_precision=PRECISION)
             dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
@@ -214,8 +228,9 @@ def _masked_dbias_kernel(
             v = load_rows(value, value_strides, b, h // HEADS_PER_KEY, keys, real, head_dim, BLOCK_D)
             shift, inverse = load_anchor(shifts, inverses, rows, rows_in)
             _, ds, _ = _bwd_tile(
-                q, k, v, do, bias, seed, bits, shift, inverse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,
-                kv_len, words, scale, dropout_p, BLOCK_S, M, P, True, HAS_DROPOUT, PRECISION,
+                (q, k, v, do), (bias, seed, bits, delta), bias_strides, (shift, inverse),
+                (b, h, problem, queries, rows, rows_in, first, keys, real), (kv_len, words, scale, dropout_p), (BLOCK_S, M, P),
+                True, HAS_DROPOUT, PRECISION,
             )  # fmt: skip
             acc += ds
     queries = q_block * BLOCK_Q + tl.arange(0, BLOCK_Q)

@@ -31,16 +31,29 @@ from saccade.nm_sparse.masked.tiles import (
 
 @triton.jit
 def _fwd_tile(
-    acc, row_max, row_sum, q, key, value, mask, bias, seen_blocks, seed, bits, key_strides, value_strides, mask_strides, bias_strides,
-    b, h, problem, queries, rows, rows_in, first, q_len, kv_len, head_dim, words, scale, dropout_p, stores,
-    HEADS_PER_KEY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    DENSE_FIRST: tl.constexpr, DENSE_RECENT: tl.constexpr,
-):  # fmt: skip
+    state, q, tensors, strides, seen_blocks, where, numbers, SHAPE: tl.constexpr, HAS: tl.constexpr, PRECISION: tl.constexpr
+):
+    acc, row_max, row_sum = state
+    key, value, mask, bias, seed, bits = tensors
+    key_strides, value_strides, mask_strides, bias_strides = strides
+    b, h, problem, queries, rows, rows_in, first = where
+    kv_len, head_dim, words, scale, dropout_p, stores = numbers
+    HEADS_PER_KEY: tl.constexpr = SHAPE[0]
+    BLOCK_S: tl.constexpr = SHAPE[1]
+    BLOCK_D: tl.constexpr = SHAPE[2]
+    N: tl.constexpr = SHAPE[3]
+    M: tl.constexpr = SHAPE[4]
+    P: tl.constexpr = SHAPE[5]
+    CAUSAL: tl.constexpr = HAS[0]
+    HAS_MASK: tl.constexpr = HAS[1]
+    HAS_BIAS: tl.constexpr = HAS[2]
+    HAS_DROPOUT: tl.constexpr = HAS[3]
+    DENSE_FIRST: tl.constexpr = HAS[4]
+    DENSE_RECENT: tl.constexpr = HAS[5]
     keys, real = keys_of(first, kv_len, BLOCK_S, M, P)
     inside = rows_in[:, None] & real[None, :]
     k = load_rows(key, key_strides, b, h // HEADS_PER_KEY, keys, real, head_dim, BLOCK_D)
-    scores = scores_of(q, k, bias, bias_strides, b, h, queries, keys, inside, scale, HAS_BIAS, PRECISION)
+    scores = scores_of(q, k, bias, bias_strides, (b, h, queries, keys), inside, scale, HAS_BIAS, PRECISION)
     visible = inside & seen_blocks
     if CAUSAL:
         visible = visible & (keys[None, :] <= queries[:, None])
@@ -99,17 +112,18 @@ def _masked_fwd_kernel(
             seen = tl.load(ptrs, mask=rows_in[:, None] & real[None, :], other=0) != 0
             if tl.max(tl.max(seen.to(tl.int32), 1), 0) != 0:
                 acc, row_max, row_sum = _fwd_tile(
-                    acc, row_max, row_sum, q, key, value, mask, bias, seen, seed, bits, key_strides, value_strides, mask_strides,
-                    bias_strides, b, h, problem, queries, rows, rows_in, first, q_len, kv_len, head_dim, words, scale, dropout_p,
-                    stores, HEADS_PER_KEY, BLOCK_S, BLOCK_D, N, M, P, CAUSAL, HAS_MASK, HAS_BIAS, HAS_DROPOUT, PRECISION,
-                    DENSE_FIRST, DENSE_RECENT,
+                    (acc, row_max, row_sum), q, (key, value, mask, bias, seed, bits),
+                    (key_strides, value_strides, mask_strides, bias_strides), seen,
+                    (b, h, problem, queries, rows, rows_in, first), (kv_len, head_dim, words, scale, dropout_p, stores),
+                    (HEADS_PER_KEY, BLOCK_S, BLOCK_D, N, M, P),
+                    (CAUSAL, HAS_MASK, HAS_BIAS, HAS_DROPOUT, DENSE_FIRST, DENSE_RECENT), PRECISION,
                 )  # fmt: skip
         else:
             acc, row_max, row_sum = _fwd_tile(
-                acc, row_max, row_sum, q, key, value, mask, bias, True, seed, bits, key_strides, value_strides, mask_strides,
-                bias_strides, b, h, problem, queries, rows, rows_in, first, q_len, kv_len, head_dim, words, scale, dropout_p,
-                stores, HEADS_PER_KEY, BLOCK_S, BLOCK_D, N, M, P, CAUSAL, HAS_MASK, HAS_BIAS, HAS_DROPOUT, PRECISION,
-                DENSE_FIRST, DENSE_RECENT,
+                (acc, row_max, row_sum), q, (key, value, mask, bias, seed, bits),
+                (key_strides, value_strides, mask_strides, bias_strides), True, (b, h, problem, queries, rows, rows_in, first),
+                (kv_len, head_dim, words, scale, dropout_p, stores), (HEADS_PER_KEY, BLOCK_S, BLOCK_D, N, M, P),
+                (CAUSAL, HAS_MASK, HAS_BIAS, HAS_DROPOUT, DENSE_FIRST, DENSE_RECENT), PRECISION,
             )  # fmt: skip
     # compared with 0 and not tested by > 0: a NaN sum must stay NaN
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)

@@ -60,10 +60,9 @@ def pair_pointers(tensor, strides, b, h, queries, keys):
 
 
 @triton.jit
-def scores_of(
-    q, k, bias, bias_strides, b, h, queries, keys, inside, scale, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def scores_of(q, k, bias, bias_strides, where, inside, scale, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr):
     """`scale * Q K^T + bias`, float32. It is not in base 2, so that scores that tie by definition tie here."""
+    b, h, queries, keys = where
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if HAS_BIAS:
         scores += tl.load(pair_pointers(bias, bias_strides, b, h, queries, keys), mask=inside, other=0.0).to(tl.float32)
