@@ -28,7 +28,7 @@ _TITLES = {
     "windows": "Sliding windows on packed sequences",
     "volta": "float16 without bf16 tensor cores",
 }
-_READ = ("dynamic_mask_documents", "nm_fp8", "nm_masks")  # as tables: no plot of them is drawn
+_READ = ("dynamic_mask_documents", "dynamic_mask_sampling", "nm_fp8", "nm_masks")  # as tables: no plot of them is drawn
 _APART = ("short_ragged",)  # forward and backward are timed apart and added: calls of one are several launches
 _WAYS = {"fwd": ("forward", 2), "fwd+bwd": ("forward and backward", 0)}
 Rows = list[dict[str, str]]

@@ -45,6 +45,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "dynamic_mask": _DMA,
     "dynamic_mask_cpu": ("dynamic_mask/gather/cpu/*",),
     "dynamic_mask_decode": ("dynamic_mask/decode/*",),
+    "dynamic_mask_sampling": ("dynamic_mask/scores/*", *_DMA),
     "context_parallel": (*_DMA, "distributed/*"),
     "tensor_parallel": (*_DMA, "distributed/*"),
     "nm": _NM,

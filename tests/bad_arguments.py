@@ -171,6 +171,8 @@ def calls() -> dict[str, tuple[Any, dict[str, Any]]]:
         "attention_varlen_qkvpacked": (saccade.attention_varlen_qkvpacked, {"qkv": torch.randn(T, 3, H, D), "cu_seqlens": ends(), "max_seqlen": 5, **of_packed}),
         "dynamic_mask_attention": (saccade.dynamic_mask_attention, dynamic),
         "expiry": (saccade.expiry, scores | {"keep": 3, "lengths": None, "document_ids": None, "cu_seqlens": None, "sinks": 0, "window": 0}),
+        "dynamic_mask_scores": (saccade.dynamic_mask_scores, {"values": torch.randn(B, T, H * D), "weight": torch.randn(H, H * D), "A": torch.randn(H), "bias": None, "form": "exp", "backend": "auto"}),
+        "dynamic_mask_scores by head": (saccade.dynamic_mask_scores, {"values": qkv["value"], "weight": torch.randn(H, H * D), "A": torch.randn(H), "bias": torch.randn(H), "form": "linear", "backend": "fused"}),
         "nm_sparse_attention": (saccade.nm_sparse_attention, nm),
         "nm_sparse.scores": (nm_sparse.scores, {k: nm[k] for k in ("query", "key", "attn_mask", "is_causal", "scale", "enable_gqa", "block_mask", "backend")} | {"pattern": "1:2"}),
         "nm_sparse.compress": (nm_sparse.compress, {"dense": matrix, "pattern": "1:2", "fill": 0.0}),

@@ -60,6 +60,12 @@ def dynamic_mask(n, backend):
     return [out, *torch.autograd.grad(out.sum(), (query, key, value, scores))]
 
 
+def scores(n, backend):
+    values, (weight, A) = _leaves(*_tensors(n, 1, 2, 40 + n % 3, 8))[0], _leaves(torch.ones(2, 16), torch.ones(2))
+    out = saccade.dynamic_mask_scores(values, weight, A, form=("exp", "linear")[n % 2], backend=backend)
+    return [out, *torch.autograd.grad(out.sum(), (values, weight, A))]
+
+
 def expiry(n, backend):
     return [saccade.expiry(_tensors(n, 2, 3, 50 + n % 4, count=1)[0], 1 + n % 9, window=n % 4)]
 
@@ -73,6 +79,7 @@ def nm_sparse(n, backend):
 CALLS = [
     *((call, backend) for call in (attention, padded, packed, varlen) for backend in ("auto", "reference")),
     (packed, "sdpa"), (varlen, "sdpa"), (dynamic_mask, "auto"), (dynamic_mask, "gather_torch"), (dynamic_mask, "reference"), (expiry, "auto"),
+    (scores, "auto"), (scores, "reference"),
     (nm_sparse, "auto"), (nm_sparse, "reference"),
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from saccade import integrations, nm_sparse, nn
 from saccade import namesake as _namesake
 from saccade.dynamic_mask.api import dynamic_mask_attention, expiry
 from saccade.dynamic_mask.decode.cache import DynamicMaskCache
+from saccade.dynamic_mask.scores.api import dynamic_mask_scores
 from saccade.encoders.optimize import optimize
 from saccade.engine import mkl as _mkl
 from saccade.engine.disabled import disabled
@@ -33,6 +34,7 @@ __all__ = [
     "attention_varlen_qkvpacked",
     "disabled",
     "dynamic_mask_attention",
+    "dynamic_mask_scores",
     "expiry",
     "explain",
     "integrations",

@@ -199,3 +199,43 @@ class TestDocuments:
             times = {str(before): Timing(2.0, 1.0, 3.0), str(several): Timing(2.0 * share * factor, 1.0, 3.0)}
             assert table.over_one(setting, several, times) == pytest.approx(factor)
             assert table.note(setting, several, times).endswith(f"{factor:.3f} of one document of as many pairs, {verdict} 1.10")
+
+
+class TestSampling:
+    @pytest.fixture
+    def table(self, load, monkeypatch):
+        module = load("tables.dynamic_mask_sampling")
+        ways = {"fused": saccade.dynamic_mask_scores, "torch": module.by_torch}
+        given = {"DEVICE": "cpu", "SETTINGS": [module.Setting(48, 4, 2, 16, 8)], "in_turn": in_turn, "samplings": lambda: ways}
+        for name, value in given.items():
+            monkeypatch.setattr(module, name, value)
+        return module
+
+    def test_its_rows(self, table, load, tmp_path):
+        rows = rows_of(table, load, tmp_path / "dynamic_mask_sampling.csv")
+        attention = [("auto", "without sampling"), ("auto", "with sampling")]
+        expected = [
+            (*of, d)
+            for part in (attention, [("fused", "sampling"), ("torch", "sampling")])
+            for d in ("fwd", "fwd+bwd")
+            for of in part
+        ]
+        assert [(r["backend"], r["note"], r["direction"]) for r in rows] == expected
+        assert {r["problem"] for r in rows} == {"dynamic_mask(B=1 H=4 Hkv=2 Tq=48 Tk=48 D=16 keep=8 random bf16)"}
+        assert all(float(r["ms_p50"]) > 0 for r in rows)
+        assert all(float(r["roof_ms"]) > 0 for r in rows)
+
+    def test_all_ways_compute_the_same(self, table):
+        setting = table.SETTINGS[0]
+        query, key, value, weight, A = table.made(setting)
+        scores = saccade.dynamic_mask_scores(value, weight, A)
+        torch.testing.assert_close(table.by_torch(value, weight, A), scores, rtol=0.02, atol=0.02)
+        without, inside = (table.attention(setting, (query, key, value), *given)() for given in ((scores,), (weight, A)))
+        assert torch.equal(without, inside)
+
+    def test_the_fewest_bytes(self, load):
+        """Values once forward; in backward once more, and their gradient."""
+        table = load("tables.dynamic_mask_sampling")
+        setting = table.Setting(1000, 8, 2, 64)
+        assert table.sampling_bytes(setting, "fwd") == 1000 * (256 + 8)
+        assert table.sampling_bytes(setting, "fwd+bwd") == 1000 * (3 * 256 + 6 * 8)

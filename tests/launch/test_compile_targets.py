@@ -155,7 +155,7 @@ def compile_all(arch: int) -> list[dict]:
             })  # fmt: skip
     return (
         rows + gather_rows(arch) + decode_rows(arch) + pruned_rows(arch) + ragged_rows(arch) + token_rows(arch) + offer_rows(arch)
-        + shared_bias_rows(arch) + behind_rows(arch)
+        + shared_bias_rows(arch) + behind_rows(arch) + score_rows(arch)
     )  # fmt: skip
 
 
@@ -462,6 +462,33 @@ def behind_rows(arch: int) -> list[dict]:
     return list(recorder.rows("selection", arch))
 
 
+# shape of the values `[B, S, E]` or `[B, Hkv, S, D]`, key heads, dtype, whether there is a bias
+SCORES = [
+    ((1, 16384, 1024), 8, "bfloat16", False), ((2, 5, 128), 2, "float16", True), ((1, 16384, 1024), 8, "float32", False),
+    ((1, 8, 16384, 128), 8, "float16", False), ((2, 300, 144), 3, "bfloat16", True), ((1, 2, 300, 48), 2, "float32", True),
+]  # fmt: skip
+
+
+def score_rows(arch: int) -> list[dict]:
+    """The kernels of the scores of keys from their values, forward and backward."""
+    import torch
+
+    from saccade.dynamic_mask.scores import launchers
+
+    recorders = [Recorder(launchers, name) for name in ("scores_kernel", "scores_gradient_kernel")]
+    make, rows = functools.partial(torch.empty, device="meta"), []
+    for shape, heads, dtype, has_bias in sampled(SCORES, arch, {0, 1, 2}):
+        values = make(shape, dtype=getattr(torch, dtype))
+        weight = make(heads, shape[2] if len(shape) == 3 else shape[1] * shape[3], dtype=values.dtype)
+        slopes, bias = make(heads), make(heads) if has_bias else None
+        launchers.backward(*launchers.forward(values, weight, slopes, bias, "exp", True), values, weight)
+        name = "scores-float32" if dtype == "float32" else "scores"
+        for recorder in recorders:
+            rows += list(recorder.rows(name, arch))
+            recorder.calls.clear()
+    return rows
+
+
 NEWEST = Path(sys.prefix) / "triton-newest"  # the release that the newest torch brings; scripts/setup.sh puts it there
 # bytes of local memory that the newest Triton spills where the one of this environment spills none: (architecture, problem) -> bytes. Not timed
 NEWEST_STACK = {(90, "table bwd 32 256"): 424, (90, "table pool_bwd 64 256"): 48}
@@ -520,7 +547,7 @@ def test_kernels_fit_their_architecture(compiled):
         "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
         "count_kernel", "place_kernel", "forward_tile_kernel", "forward_long_kernel", "backward_tile_kernel", "delta_kernel",
         "backward_keys_kernel", "backward_queries_kernel", "clear_kernel", "weights_kernel", "backward_bias_kernel", "bounds_kernel", "survivors_kernel", "forward_tokens_kernel",
-        "backward_tokens_kernel", "rank_kernel", "copy_kernel", "zero_behind_kernel", "forward_kernel", "rows_kernel", "keys_kernel", "queries_kernel", "bias_kernel",
+        "backward_tokens_kernel", "rank_kernel", "copy_kernel", "zero_behind_kernel", "scores_kernel", "scores_gradient_kernel", "forward_kernel", "rows_kernel", "keys_kernel", "queries_kernel", "bias_kernel",
         "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
     assert {r["kernel"] for r in rows} == kernels

@@ -50,6 +50,7 @@ FAMILIES = {
     "dynamic_mask/decode": Family(
         ("dynamic_mask/test_decode.py",), (("dynamic_mask_cache", "decode", 1, 8, 1, 1024, 64),)
     ),
+    "dynamic_mask/scores": Family(("dynamic_mask/test_scores.py",), ()),
     "nm_sparse": Family(
         ("nm_sparse/test_query_bits.py", "nm_sparse/test_dense_keys.py", "nm_sparse/test_fused*.py", _BINARIES), (_MASKED,)
     ),

@@ -198,6 +198,12 @@ def _dynamic_mask(shape: tuple[int, int, int, int], grad: bool, device: torch.de
     _finish(saccade.dynamic_mask_attention(query, query, query, scores, keep=3), grad)
 
 
+def _scores(shape: tuple[int, int, int, int], grad: bool, device: torch.device) -> None:
+    values = _some(shape, grad, device)
+    weight = torch.zeros((shape[1], shape[1] * shape[3]), dtype=values.dtype, device=device)
+    _finish(saccade.dynamic_mask_scores(values, weight, weight[:, 0]), grad)
+
+
 def _expiry(shape: tuple[int, int, int, int], grad: bool, device: torch.device) -> None:
     saccade.expiry(torch.zeros(shape[:3], device=device), shape[3])
 
@@ -208,5 +214,5 @@ def _nm_sparse(shape: tuple[int, int, int, int], grad: bool, device: torch.devic
 
 
 _CALLS: tuple[Callable[[tuple[int, int, int, int], bool, torch.device], None], ...] = (
-    _dense, _packed, _varlen, _dynamic_mask, _expiry, _nm_sparse,
+    _dense, _packed, _varlen, _dynamic_mask, _scores, _expiry, _nm_sparse,
 )  # fmt: skip

@@ -6,15 +6,15 @@
     model = DogeForCausalLM.from_pretrained(..., attn_implementation="saccade_dynamic_mask")
 
 transformers passes a mask to an attention function, and Doge's is dense: `[B, H, Tq, Tk]`, built by
-`DogeAttention.prepare_dynamic_mask`. So `register` also replaces two methods of that class, `forward` and `prepare_dynamic_mask`,
-by versions that pass the key scores `[B, Hkv, 1, Tk]` where a model uses this implementation, and call the original methods
-otherwise. A mask function is registered too, which turns padding and packed sequences into one document number per key. No tensor
-has size `[Tq, Tk]`.
+`DogeAttention.prepare_dynamic_mask`. So `register` also replaces `DogeAttention.forward` by a version that makes the key scores with
+`saccade.dynamic_mask_scores` where a model uses this implementation, and calls the original method otherwise. A mask function is
+registered too, which turns padding and packed sequences into one document number per key. No tensor has size `[Tq, Tk]`.
 
-Compared with Doge's eager mode, this uses the same scores `exp(A * softplus(W_dt v))` in the dtype of the model, the same keys
-kept (all of them while there are at most `config.keep_window_size`), the same bias. Only ties differ: eager mode leaves them to
-`torch.topk`, here the newer key wins. Equal tokens tie in the first layer (its values do not depend on the position), bfloat16
-ties often, and where `A` is 0, as at initialisation, everything ties: a sliding window here, whichever keys topk takes there.
+Compared with Doge's eager mode, this uses the same scores `exp(A * softplus(W_dt v))`, the same keys kept (all of them while there are
+at most `config.keep_window_size`), the same bias. Scores are float32 here and have the dtype of the model there, so bfloat16 ties often
+there. Ties differ too: eager mode leaves them to `torch.topk`, here the newer key wins. Equal tokens tie in the first layer (its values
+do not depend on the position), and if `A` is 0, as at initialisation, everything ties: a sliding window here, whichever keys topk takes
+there.
 Refused: attention dropout, `config.sliding_window`, 4-D masks, padding between tokens.
 
 `saccade.integrations.doge_cache.DogeCache` decodes with `keep_window_size` entries per head instead of the whole history.
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from saccade.dynamic_mask.api import dynamic_mask_attention
 from saccade.dynamic_mask.backends import BACKENDS
+from saccade.dynamic_mask.scores.api import layer_scores
 from saccade.engine.arguments import check_choice
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.hardware import has_package, package_version
@@ -41,7 +42,7 @@ from saccade.integrations.transformers import check_name, refuse_unsupported, wa
 
 _REGISTERED: set[str] = set()
 # what was replaced in the class of layers, shared by all copies of this package in the process
-_REPLACED = "_saccade_replaced_methods"
+_REPLACED = "_saccade_replaced_forward"
 # document numbers: padding before, tokens, padding after
 _BEFORE, _FIRST, _AFTER = 0, 1, torch.iinfo(torch.int32).max
 
@@ -63,7 +64,7 @@ def register(name: str = "saccade_dynamic_mask", *, backend: str = "auto") -> Re
         backend: as in `saccade.dynamic_mask_attention`; register a second name to force one backend.
 
     Returns:
-        a handle, as `saccade.integrations.transformers.register`. With the last one the methods of `DogeAttention` are put back too.
+        a handle, as `saccade.integrations.transformers.register`. With the last one `DogeAttention.forward` is put back too.
 
     Raises:
         InvalidArgument: a name or backend that cannot be registered.
@@ -75,9 +76,9 @@ def register(name: str = "saccade_dynamic_mask", *, backend: str = "auto") -> Re
     check_choice("backend", backend, known)
     check_name(name, _REGISTERED)
     layer_class = _attention_class()
-    _replace_methods(layer_class).add(name)
+    _replace_forward(layer_class).add(name)
     forward = functools.partial(attention_forward, backend=backend)
-    return Registration(name, forward, document_mask, _REGISTERED, functools.partial(_put_methods_back, layer_class))
+    return Registration(name, forward, document_mask, _REGISTERED, functools.partial(_put_forward_back, layer_class))
 
 
 def attention_forward(
@@ -102,7 +103,7 @@ def attention_forward(
 
     Args:
         module: the layer. query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`.
-        attention_mask: the key scores, `[B, H, 1, Tk]` (equal within a group of heads), with gradient.
+        attention_mask: the key scores, `[B, Hkv, Tk]`, with gradient.
         dynamic_mask: what `DogeAttention.forward` adds, see `DogeCall`.
         cu_seq_lens_q, position_ids: borders of sequences that are packed into the row, if the mask has none.
         kwargs: further arguments that models pass to every implementation; those that would change the result are refused.
@@ -130,8 +131,7 @@ def attention_forward(
     if output_attentions:
         warn_weights()
     dynamic_mask = _with_borders(dynamic_mask, module, query, key, cu_seq_lens_q, position_ids)
-    scores = attention_mask[:, :: query.shape[1] // key.shape[1], 0]
-    out = _attend(query, key, value, scores, dynamic_mask, scaling, backend)
+    out = _attend(query, key, value, attention_mask, dynamic_mask, scaling, backend)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -259,37 +259,33 @@ def _attention_class() -> Any:
         from transformers.models.doge.modeling_doge import DogeAttention
     except ImportError as error:
         raise SaccadeError(f"transformers {package_version('transformers')} has no Doge: {error}") from None
-    wanted = {
-        "forward": {"hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"},
-        "prepare_dynamic_mask": {"hidden_states", "dt_states", "keep_window_size", "attention_mask"},
-    }
-    for method, names in wanted.items():
-        given = inspect.signature(getattr(DogeAttention, method, lambda: None)).parameters
-        if not names <= set(given):
-            raise SaccadeError(
-                f"DogeAttention.{method} of transformers {package_version('transformers')} takes ({', '.join(given)}); "
-                f"needed are {', '.join(sorted(names))}"
-            )
+    wanted = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"}
+    given = inspect.signature(DogeAttention.forward).parameters
+    if not wanted <= set(given):
+        raise SaccadeError(
+            f"DogeAttention.forward of transformers {package_version('transformers')} takes ({', '.join(given)}); "
+            f"needed are {', '.join(sorted(wanted))}"
+        )
     return DogeAttention
 
 
 class _Replaced(NamedTuple):
-    """The names for which the methods of a class were replaced, its own methods, and those in their place."""
+    """The names for which the forward of a class was replaced, its own, and that in its place."""
 
     names: set[str]
-    before: dict[str, Any]
-    after: dict[str, Any]
+    before: Any
+    after: Any
 
 
-def _replace_methods(layer_class: Any) -> set[str]:
-    """The names for which the methods of the class pass key scores; they are replaced the first time."""
+def _replace_forward(layer_class: Any) -> set[str]:
+    """The names for which the forward of the class makes key scores; it is replaced the first time."""
     replaced = getattr(layer_class, _REPLACED, None)
     if replaced is not None:
         return replaced[0]
     names: set[str] = set()
-    their_forward, their_prepare = layer_class.forward, layer_class.prepare_dynamic_mask
+    theirs = layer_class.forward
 
-    @functools.wraps(their_forward)
+    @functools.wraps(theirs)
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -298,33 +294,51 @@ def _replace_methods(layer_class: Any) -> set[str]:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if self.config._attn_implementation in names:
-            # passed on to the attention function unchanged
-            kwargs["dynamic_mask"] = _describe(self, attention_mask, past_key_values)
-        return their_forward(
+        run = _forward if self.config._attn_implementation in names else theirs
+        return run(
             self, hidden_states, position_embeddings, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs
         )
 
-    @functools.wraps(their_prepare)
-    def prepare_dynamic_mask(self: Any, hidden_states: Tensor, dt_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.config._attn_implementation in names:
-            return dt_states[:, :, None, :]
-        return their_prepare(self, hidden_states, dt_states, *args, **kwargs)
-
-    after = {"forward": forward, "prepare_dynamic_mask": prepare_dynamic_mask}
-    before = {"forward": their_forward, "prepare_dynamic_mask": their_prepare}
-    for method, function in after.items():
-        setattr(layer_class, method, function)
-    setattr(layer_class, _REPLACED, _Replaced(names, before, after))
+    layer_class.forward = forward
+    setattr(layer_class, _REPLACED, _Replaced(names, theirs, forward))
     return names
 
 
-def _put_methods_back(layer_class: Any, name: str) -> None:
-    """Take a name back, and with the last one the methods, unless somebody has replaced ours since."""
+def _forward(
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Tensor | None,
+    past_key_values: Any,
+    cache_position: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """A layer of Doge by its own modules, with scores and attention of ours. cache_position: of the first releases of transformers 5, whose caches ask
+    for it."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.doge.modeling_doge import apply_rotary_pos_emb
+
+    call = _describe(layer, attention_mask, past_key_values)
+    rows = (*hidden_states.shape[:-1], -1, layer.head_dim)
+    query = layer.q_norm(layer.q_proj(hidden_states).view(rows)).transpose(1, 2)
+    key = layer.k_norm(layer.k_proj(hidden_states).view(rows)).transpose(1, 2)
+    value = layer.v_proj(hidden_states).view(rows).transpose(1, 2)
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    if past_key_values is not None:
+        more = () if cache_position is None else ({"cache_position": cache_position},)
+        key, value = past_key_values.update(key, value, layer.layer_idx, *more)
+    attend = ALL_ATTENTION_FUNCTIONS[layer.config._attn_implementation]
+    dropout = layer.attention_dropout if layer.training else 0.0
+    scores = layer_scores(value, layer.dt_proj, layer.A)
+    out, _ = attend(layer, query, key, value, scores, dropout=dropout, scaling=layer.scaling, dynamic_mask=call, **kwargs)
+    return layer.o_proj(out.flatten(2)), None
+
+
+def _put_forward_back(layer_class: Any, name: str) -> None:
+    """Take a name back, and with the last one the forward, unless somebody has replaced ours since."""
     names, before, after = getattr(layer_class, _REPLACED)
     names.discard(name)
-    if names or any(getattr(layer_class, method) is not function for method, function in after.items()):
+    if names or layer_class.forward is not after:
         return
-    for method, function in before.items():
-        setattr(layer_class, method, function)
+    layer_class.forward = before
     delattr(layer_class, _REPLACED)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.dynamic_mask.api import dynamic_mask_attention
 from saccade.dynamic_mask.decode.cache import DynamicMaskCache
+from saccade.dynamic_mask.scores.api import layer_scores
 from saccade.engine.arguments import FLOATING, check_choice, check_count, check_keep, shown
 from saccade.engine.kinds import check_kinds
 from saccade.errors import InvalidArgument
@@ -149,9 +149,8 @@ class DynamicMaskAttention(Module):
         return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim))
 
     def scores(self, values: Tensor) -> Tensor:
-        """float32 `[B, Hkv, S]` from the values of all key heads, `[B, S, Hkv * D]`."""
-        steps = self.A.float() * F.softplus(self.dt_proj(values).float())
-        return (steps.exp() if self.form == "exp" else steps).transpose(1, 2)
+        """`saccade.dynamic_mask_scores`: float32 `[B, Hkv, S]` from the values of all key heads, `[B, S, Hkv * D]`."""
+        return layer_scores(values, self.dt_proj, self.A, self.form)
 
 
 def _check_rotary(given: Any, shape: tuple[int, int, int], device: torch.device) -> None:
