@@ -156,7 +156,7 @@ def test_layouts(backend):
 @pytest.mark.parametrize("form", ["exp", "linear"])
 @pytest.mark.parametrize("backend", ["fused", "reference"])
 def test_extremes(backend, form):
-    """Where softplus ends, tiny values of it, infinities and NaN: as torch in float64 has them, and NaN stays in its token."""
+    """The end of softplus, tiny values of it, infinities and NaN are as in torch in float64, and NaN stays in its token."""
     z = torch.tensor(
         [-200.0, -88.0, -60.0, -20.0, -1e-6, 0.0, 1e-6, 19.9, 20.1, 60.0, 1e30, -1e30, math.inf, -math.inf, math.nan, 1.0]
     )

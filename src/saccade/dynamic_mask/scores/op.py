@@ -17,7 +17,7 @@ from saccade.engine.saved import save, saved
 from saccade.engine.tracing import eager, register
 from saccade.launch.disabled import FAILURES, disable
 
-# "auto" may give way to plain torch, "fused" runs or raises
+# "auto" may fall back to plain torch, "fused" runs or raises
 KERNELS = ("dynamic_mask_scores", "fused")
 
 _library = fragment()
