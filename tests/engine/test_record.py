@@ -22,6 +22,8 @@ saccade::dynamic_mask_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse
 saccade::dynamic_mask_forward(Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, SymInt keep, bool is_causal, float scale, str backend) -> (Tensor, Tensor)
 saccade::dynamic_mask_intervals(Tensor key_scores, SymInt keep, SymInt q_len, bool is_causal, Tensor? lengths, Tensor? document_ids, SymInt sinks=0, SymInt window=0) -> (Tensor, Tensor)
 saccade::dynamic_mask_kept(Tensor key_scores, int keep, int q_len, bool is_causal, Tensor? lengths, Tensor? document_ids, int sinks=0, int window=0) -> Tensor
+saccade::dynamic_mask_scores_backward(Tensor dscores, Tensor derivatives, Tensor values, Tensor weight, str backend) -> (Tensor, Tensor, Tensor, Tensor)
+saccade::dynamic_mask_scores_forward(Tensor values, Tensor weight, Tensor A, Tensor? bias, str form, bool save, str backend) -> (Tensor, Tensor)
 saccade::joined_linear(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor
 saccade::joined_matmul(Tensor x, Tensor[] weights) -> Tensor
 saccade::lse_backward(Tensor? dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? added, Tensor lse, bool is_causal, float scale, bool added_grad) -> (Tensor, Tensor, Tensor, Tensor)
