@@ -29,7 +29,6 @@ _TITLES = {
     "volta": "float16 without bf16 tensor cores",
 }
 _READ = ("dynamic_mask_documents", "dynamic_mask_sampling", "nm_fp8", "nm_masks")  # as tables: no plot of them is drawn
-_APART = ("short_ragged",)  # forward and backward are timed apart and added: calls of one are several launches
 _WAYS = {"fwd": ("forward", 2), "fwd+bwd": ("forward and backward", 0)}
 Rows = list[dict[str, str]]
 Times = dict[str, dict[str, float]]  # direction -> implementation -> ms
@@ -97,23 +96,23 @@ def _rows(rows: Rows) -> Iterator[tuple[str, marks.Row]]:
             times.setdefault(row["direction"], {})[row["backend"]] = float(row["ms_p50"])
         dots, said = [], []
         for way, (name, setting) in _WAYS.items():
-            found = _of(way, times, rows[0]["table"] in _APART and not in_graph)
-            gain, best = best_of(found)
+            gain, best = best_of(_of(way, times))
             if best:
                 dots.append(marks.Dot(gain, style.SACCADE, f"{style.SACCADE.name}, {name}", setting))
                 said.append((marks.number(gain), style.LOOKS[best].name))
         if dots:
             heading, label = _label(problem)
-            heading = of_problem[0]["note"].split(", ")[0] or heading
+            note = of_problem[0]["note"].split(", ")[0]  # a model's name, if the table has one
+            heading = note if note not in ("", "captured") else heading
             yield (
                 f"{heading}, in a CUDA graph" if in_graph else heading,
                 marks.Row(label, dots, " · ".join(value for value, _ in said) + f"  {said[-1][1]}"),
             )
 
 
-def _of(way: str, times: Times, apart: bool) -> dict[str, float]:
+def _of(way: str, times: Times) -> dict[str, float]:
     """The times of one direction; of both together those measured so, or the sums."""
-    if way in times and not (apart and way == "fwd+bwd"):
+    if way in times:
         return times[way]
     forward, backward = times.get("fwd", {}), times.get("bwd", {})
     return {name: forward[name] + backward[name] for name in forward if name in backward}
