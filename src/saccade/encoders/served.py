@@ -53,10 +53,8 @@ class Served(Encoder):
         self.unfit = ""  # why nothing is packed
         self.output_type: Any = None
         self._builds: dict[int, Build] = {}  # of the output, by the number of its tensors
-        self._settled, self._number = (
-            -1,
-            0,
-        )  # the changes of the state at which calls run from graphs, and the number of the state
+        self._settled = -1  # the changes of the state at which calls run from graphs
+        self._number = 0  # of the state
         self._facts: Facts | None = None
         self._changes = -1  # of the state for which facts were read
         self.pool: Pool | None = None  # what a graph puts out besides its rows

@@ -12,6 +12,7 @@ from saccade.engine.window import shown_window
 from saccade.exact.ragged.config import (
     FASTER_IN_CHUNKS,
     MAX_HEAD_DIM,
+    MOST_AT_ONCE,
     MOST_EAGER,
     TILES,
     fits,
@@ -66,7 +67,7 @@ def _describe(problem: VarlenProblem) -> str:
     if not packed or not in_token_tiles(size, block, longest, problem.bias is not None):
         return buckets
     most = MOST_EAGER // (problem.heads * block)
-    return f"up to {most:,} tokens {_describe_tokens(problem)}; beyond, {buckets}"
+    return f"up to {most:,} tokens in {MOST_AT_ONCE:,} sequences {_describe_tokens(problem)}; beyond, {buckets}"
 
 
 def _describe_buckets(problem: VarlenProblem) -> str:

@@ -12,8 +12,17 @@ from saccade.exact.long import sm90
 from saccade.exact.long.choice import kind_of
 from saccade.exact.long.config import Sm90Config
 from saccade.exact.ragged import choice
-from saccade.exact.ragged.config import FASTER_IN_CHUNKS, TILES, LongConfig, TileConfig, fits, in_token_tiles, small_tile
-from saccade.exact.ragged.plan import MOST_AT_ONCE, every_sequence, plan_of
+from saccade.exact.ragged.config import (
+    FASTER_IN_CHUNKS,
+    MOST_AT_ONCE,
+    TILES,
+    LongConfig,
+    TileConfig,
+    fits,
+    in_token_tiles,
+    small_tile,
+)
+from saccade.exact.ragged.plan import every_sequence, plan_of
 from saccade.exact.ragged.sm80 import Sm80Config
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
@@ -34,7 +43,8 @@ MEASURED = Configs({}, {}, {}, {})
 
 # Numbers (sequences x heads x longest x D, D a power of two) up to which a call is one launch, padded to its longest sequence, and not one for
 # each bucket of lengths after those that make the lists. If host time counts, a model spends more of it on five launches than the device on
-# the padding: MiniLM, 256 sentences, a step of training: 0.72 of the speed of stock's padded attention with all of them, 0.90 with one.
+# the padding. Before token tiles took such batches, a step of MiniLM with 256 sentences was 0.72 of the speed of stock's padded attention with all of
+# them, and 0.90 with one.
 ONE_LAUNCH = 2**26
 # The same where padding costs more than that: while a CUDA graph is captured, where host time does not count, and beside a bias, whose launch has
 # no smaller tile and reads the bias of the whole tile.

@@ -116,6 +116,7 @@ def long_config(direction: str, block_d: int, element_size: int, arch: int) -> L
 # Numbers (tokens x heads x D, D a power of two) up to which token tiles are one launch each way outside of CUDA graphs, where six launches from
 # Python for the buckets of lengths take longer than C++ takes for two.
 MOST_EAGER = 2**25
+MOST_AT_ONCE = 2**14  # sequences of a batch that one launch takes as they come
 
 
 def in_token_tiles(element_size: int, block_d: int, longest: int, has_bias: bool) -> bool:

@@ -12,10 +12,9 @@ from saccade.exact.long import sm90
 from saccade.exact.ragged import call as calls
 from saccade.exact.ragged import launches, token_launches
 from saccade.exact.ragged.call import Bucket, RaggedCall
-from saccade.exact.ragged.config import MOST_EAGER
+from saccade.exact.ragged.config import MOST_AT_ONCE, MOST_EAGER
 from saccade.exact.ragged.launchers import backward_by_cuda, forward_by_cuda
 from saccade.exact.ragged.launches import Launch
-from saccade.exact.ragged.plan import MOST_AT_ONCE
 from saccade.exact.ragged.token_launches import TokenLaunch
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.launch.triton import compiled_any, pow2

@@ -16,14 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.engine.calls import values_known
-from saccade.exact.ragged.config import TILES
+from saccade.exact.ragged.config import MOST_AT_ONCE, TILES
 from saccade.launch.cache import LaunchCache
 from saccade.launch.triton import launch_any
 
 _BLOCK = 1024
 _MAX_PLANS = 16
-# the most sequences of a batch that one launch takes as they come
-MOST_AT_ONCE = 2**14
 
 
 class Plan(NamedTuple):
