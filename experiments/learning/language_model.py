@@ -13,6 +13,8 @@ Ideas against the loss of the paper's form (`--method` names them; they are not 
     gated_recent    scores choose, and a kept value is multiplied by 2 sigmoid(W v) of its own score: attention has no bias to learn the choice by
     slow_recent     dynamic_recent whose A learns ten times as slowly
     sinks_recent    dynamic_recent that keeps the first four keys too
+    gated_dense     dense attention to values with the gate of gated_recent: what the gate does by itself
+    gated_window    the same of a sliding window
 
 `topk` is what `model.py` calls dynamic_detached. In the forms with the newest keys a query that counts a key twice keeps fewer than w.
 Every parameter is drawn by its own name and the seed, so that methods and sizes start from the same numbers where shapes agree.
@@ -32,7 +34,7 @@ from torch import Tensor, nn
 from saccade import dynamic_mask_attention
 
 METHODS = ("dense", "window", "dynamic", "dynamic_recent", "topk", "topk_recent")
-IDEAS = ("linear_recent", "gated_recent", "slow_recent", "sinks_recent")
+IDEAS = ("linear_recent", "gated_recent", "slow_recent", "sinks_recent", "gated_dense", "gated_window")
 SINKS = 4
 HEAD_DIM = 64  # the kernels of sm_90 have D = 64 and 128
 
@@ -98,13 +100,14 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        if self.method == "dense":
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
-        if self.method == "window":
-            return sliding_window(query, key, value, self.keep, self.backend)
-        scores, added = self.scores(values), not self.method.startswith(("topk", "gated"))
-        if self.method.startswith("gated"):
+        scores = None if self.method in ("dense", "window") else self.scores(values)
+        if scores is not None and self.method.startswith("gated"):
             value = value * (2 * scores.sigmoid()).to(value.dtype)[..., None]
+        if self.method.endswith("dense"):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        if scores is None or self.method == "gated_window":
+            return sliding_window(query, key, value, self.keep, self.backend)
+        added = not self.method.startswith(("topk", "gated"))
         return dynamic_mask_attention(
             query,
             key,

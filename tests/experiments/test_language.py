@@ -161,6 +161,13 @@ def test_the_loss_falls(method, text):
     assert rows[-1].tokens == 24 * 4 * 48
 
 
+@pytest.mark.parametrize("method", ["gated_recent", "gated_window"])
+def test_with_room_for_every_key_a_gate_is_that_of_dense_attention(method):
+    gated, other, plain = model("gated_dense"), model(method, keep=80), model("dense")
+    torch.testing.assert_close(other(tokens()).float(), gated(tokens()).float())
+    assert not torch.equal(gated(tokens()), plain(tokens()))
+
+
 def test_batches_are_of_seed_and_step(text):
     plan = language.Plan(context=16, keep=4, batch=3, device="cpu")
     one = language.batch_of(text.train, plan, 0, 5)
