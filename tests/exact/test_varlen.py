@@ -610,15 +610,15 @@ def test_torchs_packed_attention_gets_dense_rows(monkeypatch, in_place):
     """In any order of the dimensions; tokens behind the last sequence give and get zeros."""
     if not in_place:
         monkeypatch.setattr(behind, "eager", lambda *tensors: False)
-    assert behind.behind(torch.zeros(2, dtype=torch.int32)).in_place == in_place
+    assert behind.behind(torch.zeros(2, dtype=torch.int32, device=DEVICE)).in_place == in_place
     packed = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(packed, "varlen_attn", lambda q, k, v, *offsets, **options: DenseLast.apply(q, k, v))
-    tensors = [torch.randn(16, 8, 2).half().permute(1, 2, 0).requires_grad_() for _ in range(3)]  # [T, H, D], D the slowest
-    offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+    tensors = [torch.randn(16, 8, 2, device=DEVICE).half().permute(1, 2, 0).requires_grad_() for _ in range(3)]  # [T, H, D], D the slowest
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32, device=DEVICE)
     args = VarlenArgs(*tensors, offsets, offsets, None, None, 4, 4, 0.0, 0, 0.25)
     problem = describe_varlen(*tensors, offsets, offsets, 4, 4, 0.0, 0, None, False, None, False, True, False)
     out, _ = by_torch._attend_flash(args, problem)
-    dout = torch.randn(16, 8, 2).half().permute(1, 2, 0)
+    dout = torch.randn(16, 8, 2, device=DEVICE).half().permute(1, 2, 0)
     gradients = torch.autograd.grad(out, tensors, dout)
     torch.testing.assert_close(out[:6], sum(x[:6] for x in tensors))
     assert not out[6:].any()
