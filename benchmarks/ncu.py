@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rows import machine
+
 
 @dataclass
 class Launch:
@@ -71,11 +73,12 @@ def parse(text: str) -> list[Launch]:
 
 
 def write(rows: list[dict[str, str]], path: Path) -> None:
-    """As a CSV."""
+    """As a CSV, with the GPU and the versions."""
+    where = machine()
     with open(path, "w", newline="") as handle:
-        writer = csv.DictWriter(handle, rows[0].keys(), lineterminator="\n")
+        writer = csv.DictWriter(handle, [*rows[0], *where], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(row | where for row in rows)
 
 
 def markdown(rows: list[dict[str, str]], head: list[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import functools
 import os
 import platform
 import subprocess
@@ -49,6 +50,7 @@ def _cpu() -> str:
     return f"{models[0] if models else platform.machine()}, {cores} cores"
 
 
+@functools.cache
 def machine() -> dict[str, str]:
     """The columns that say where and with what a row was measured."""
     driver = "unknown"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from rows import machine
 from torch import Tensor
 
 from saccade.hardware import arch_of
@@ -78,7 +79,8 @@ def emulated() -> str:
 
 
 def write_table(path: Path, table: list[dict[str, str]]) -> None:
-    """Rows with the same columns, as a CSV."""
+    """Rows with the same columns, as a CSV, and with what they were computed; no GPU takes part."""
+    table = [row | machine() | {"gpu": "none", "driver": "none"} for row in table]
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as handle:
         writer = csv.DictWriter(handle, table[0].keys(), lineterminator="\n")

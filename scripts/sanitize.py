@@ -20,10 +20,12 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 COLUMNS = (
     "tool", "operation", "backend", "dtype", "verdict", "cases", "declined", "errors", "warnings", "first", "where", "seconds", "device", "saccade",
-    "torch",
+    "torch", "triton", "driver", "commit", "date",
 )  # fmt: skip
 _TAGS = {"quick", "fallback", "long"}
 _DECODING = "decoding"
@@ -168,6 +170,7 @@ def main() -> int:
 
 def _row(program: str, tool: str, operation: str, backend: str, dtype: str, given: argparse.Namespace) -> tuple[Any, ...]:
     import torch
+    from rows import machine
 
     import saccade
 
@@ -209,7 +212,7 @@ def _row(program: str, tool: str, operation: str, backend: str, dtype: str, give
     errors = "" if found.errors is None else found.errors
     return (
         tool, operation, backend, dtype, said, ran, declined, errors, found.warnings, found.first, found.where, f"{time.monotonic() - began:.0f}", device,
-        saccade.__version__, torch.__version__,
+        saccade.__version__, *(machine()[name] for name in ("torch", "triton", "driver", "commit", "date")),
     )  # fmt: skip
 
 

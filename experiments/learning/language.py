@@ -31,10 +31,11 @@ from captured import loss_of, plain
 from corpus import Text, bytes_of_reference, load
 from language_model import IDEAS, METHODS, SIZES, LanguageModel
 from pieces import Job, appending, check, parser_of, read, train_all
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from training import SKIPPED, Clock, Training, device_name
+from training import SKIPPED, Clock, Training
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,10 @@ class Row:
     corpus: str
     device: str
     torch: str
+    triton: str
+    driver: str
+    commit: str
+    date: str
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,10 @@ class Timed:
     peak_mib: float
     device: str
     torch: str
+    triton: str
+    driver: str
+    commit: str
+    date: str
 
 
 class Run(Training):
@@ -146,7 +155,7 @@ class Run(Training):
         return Row(
             self.method, self.size, self.model.count, self.seed, self.step, self.step * plan.batch * plan.context,
             round(train_loss, 5), round(heldout, 5), round(math.exp(heldout), 4), round(step_ms, 3), round(peak, 1),
-            plan.context, plan.keep, plan.batch, plan.steps, self.data, device_name(plan.device), torch.__version__,
+            plan.context, plan.keep, plan.batch, plan.steps, self.data, *provenance(plan.device),
         )  # fmt: skip
 
 
@@ -190,7 +199,7 @@ def clock(plan: Plan, text: Text, runs: list[tuple[str, str, int]], options: arg
             watch.tick()
         step_ms, peak = watch.read()
         peak = max(peak, run.peak)
-        found.append(Timed(size, method, round(step_ms, 3), round(peak, 1), device_name(plan.device), torch.__version__))
+        found.append(Timed(size, method, round(step_ms, 3), round(peak, 1), *provenance(plan.device)))
         del run
     with appending(options.out / "clock.csv", [f.name for f in fields(Timed)], []) as add:
         add(found)

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from model import Layer, StackedLinear, StackedNorm
+from provenance import provenance
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -85,6 +86,10 @@ class Row:
     length: int
     device: str
     torch: str
+    triton: str
+    driver: str
+    commit: str
+    date: str
 
 
 class Encoder(nn.Module):
@@ -175,11 +180,18 @@ def train(plan: Plan, variant: str, data: tuple[Tensor, Tensor, Tensor, Tensor])
         rate.step()
         if step % plan.every == 0 or step == plan.steps:
             found, seconds = evaluate(model, test_tokens, test_values, plan), round(time.perf_counter() - began, 2)
-            kind = torch.cuda.get_device_name() if plan.device.startswith("cuda") else "cpu"
             numbers = zip(range(plan.seeds), each.tolist(), found, strict=True)
             yield [
                 Row(
-                    "listops", variant, seed, step, round(loss, 5), round(right, 5), seconds, plan.length, kind, torch.__version__
+                    "listops",
+                    variant,
+                    seed,
+                    step,
+                    round(loss, 5),
+                    round(right, 5),
+                    seconds,
+                    plan.length,
+                    *provenance(plan.device),
                 )
                 for seed, loss, right in numbers
             ]

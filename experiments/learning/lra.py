@@ -40,10 +40,11 @@ from language_model import Size
 from lra_tasks import Data, Sizes, data_of
 from mlm import TUNED_RATE, spread
 from pieces import Job, Key, check, parser_of, read, train_all
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from training import Training, device_name
+from training import Training
 
 VARIANTS = ("dense", "1:2", "2:4", "nystrom", "nystrom_tuned", "nystrom_1:2_tuned", "nystrom_2:4_tuned")
 # tokens of a text, examples for training and for the test
@@ -141,6 +142,10 @@ class Row:
     parameters: int
     device: str
     torch: str
+    triton: str
+    driver: str
+    commit: str
+    date: str
 
 
 class Run(Training):
@@ -186,7 +191,7 @@ class Run(Training):
         plan, task = self.plan, self.task
         return Row(
             task.name, self.variant, self.seed, self.step, round(train_loss, 5), round(found, 5), round(step_ms, 3), round(peak, 1), plan.steps,
-            task.tokens.shape[2], plan.batch, len(task.classes), self.model.count, device_name(plan.device), torch.__version__,
+            task.tokens.shape[2], plan.batch, len(task.classes), self.model.count, *provenance(plan.device),
         )  # fmt: skip
 
 

@@ -42,10 +42,10 @@ from corpus import Text, bytes_of_reference, load
 from encoder_model import MaskedModel
 from language_model import SIZES
 from pieces import Job, Key, check, parser_of, read, train_all
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from training import device_name
 
 METHODS = (
     "dense", "1:2_pruned", "2:4_pruned", "dense_tuned", "1:2_tuned", "2:4_tuned", "1:2_scratch", "2:4_scratch",
@@ -118,6 +118,10 @@ class Row:
     corpus: str
     device: str
     torch: str
+    triton: str
+    driver: str
+    commit: str
+    date: str
 
 
 class Run(language.Run):
@@ -153,7 +157,7 @@ class Run(language.Run):
         return Row(
             self.method, self.size, self.model.count, self.seed, self.step, self.step * plan.batch * plan.context, round(train_loss, 5),
             round(heldout, 5), round(math.exp(heldout), 4), round(step_ms, 3), round(peak, 1), plan.context, plan.batch,
-            steps_of(plan, self.method), plan.masked, self.data, device_name(plan.device), torch.__version__,
+            steps_of(plan, self.method), plan.masked, self.data, *provenance(plan.device),
         )  # fmt: skip
 
 

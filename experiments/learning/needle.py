@@ -35,6 +35,7 @@ from corpus import Text, bytes_of_reference, load
 from language import plan_of
 from language_model import METHODS, SIZES, LanguageModel
 from pieces import appending, read
+from provenance import provenance
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -117,6 +118,10 @@ class Row:
     corpus: str
     device: str
     torch: str
+    triton: str
+    driver: str
+    commit: str
+    date: str
 
 
 def draw(
@@ -214,7 +219,6 @@ class Run:
     def rows(self, loss: float, seconds: float) -> list[Row]:
         """Every length and depth."""
         plan = self.plan
-        device = torch.cuda.get_device_name() if plan.device.startswith("cuda") else "cpu"
         made = []
         for length in (plan.context, 2 * plan.context):
             for number in range(plan.depths):
@@ -222,7 +226,7 @@ class Run:
                 whole, digits = self.test(length, depth)
                 made.append(Row(
                     self.method, self.seed, length, depth, round(whole, 5), round(digits, 5), round(loss, 5), round(seconds, 2),
-                    plan.context, plan.keep, plan.digits, plan.steps, plan.size, self.text.name, device, torch.__version__,
+                    plan.context, plan.keep, plan.digits, plan.steps, plan.size, self.text.name, *provenance(plan.device),
                 ))  # fmt: skip
         return made
 

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from captured import Step, adam, add_plain, plain, set_rate
 from model import VARIANTS, StackedTransformer
 from pieces import appending, read
+from provenance import provenance
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -101,6 +102,10 @@ class Row:
     dtype: str
     device: str
     torch: str
+    triton: str
+    driver: str
+    commit: str
+    date: str
 
 
 class Trainer:
@@ -183,10 +188,9 @@ class Trainer:
 
     def _row(self, seed: int, step: int, loss: float, score: float, seconds: float) -> Row:
         plan = self.plan
-        device = torch.cuda.get_device_name() if plan.device.startswith("cuda") else "cpu"
         return Row(
             self.task.name, self.variant, seed, step, round(loss, 5), round(score, 5), seconds,
-            plan.length, plan.keep, plan.items, plan.backend, plan.dtype, device, torch.__version__,
+            plan.length, plan.keep, plan.items, plan.backend, plan.dtype, *provenance(plan.device),
         )  # fmt: skip
 
 

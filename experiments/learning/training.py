@@ -125,11 +125,6 @@ class Clock:
         return mean, torch.cuda.max_memory_allocated() / 2**20 if self.cuda else 0.0
 
 
-def device_name(device: str) -> str:
-    """For the CSV."""
-    return torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
-
-
 def optimizer_of(model: torch.nn.Module, lr: float, device: str) -> torch.optim.Optimizer:
     """AdamW; matrices decay, vectors do not."""
     trained = [p for p in model.parameters() if p.requires_grad]

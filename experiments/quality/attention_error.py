@@ -116,7 +116,7 @@ def quantiles(values: Tensor) -> dict[str, float]:
 def measure(layers: list[Heads]) -> list[dict[str, object]]:
     """A row for each mechanism and layer, and one for all layers together."""
     texts, heads, length, dim = layers[0][0].shape
-    where = {name: value for name, value in provenance.machine().items() if name in ("gpu", "torch", "commit", "date")}
+    where = provenance.machine()
     where |= {"texts": texts, "heads": heads, "length": length, "dim": dim}
     expected = [dense(*layer) for layer in layers]
     rows: list[dict[str, object]] = []

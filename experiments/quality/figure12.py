@@ -64,7 +64,7 @@ def measure(layers: list[Heads]) -> list[dict[str, object]]:
     texts, heads, length, dim = layers[0][1].shape
     sigma = deviation(scores)
     first_key = torch.stack([(s.argmax(-1) == 0).float().mean() for s in scores]).mean().item()
-    where = {name: value for name, value in provenance.machine().items() if name in ("gpu", "torch", "commit", "date")}
+    where = provenance.machine()
     where |= {"texts": texts, "layers": len(layers), "heads": heads, "length": length, "dim": dim}
     powers = {p: [torch.softmax(p * s, -1) for s in scores] for p in EXPONENTS}
     rows: list[dict[str, object]] = []

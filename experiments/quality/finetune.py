@@ -34,6 +34,7 @@ from saccade.integrations.transformers import register_nm_sparse
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from rows import machine
 from run import gpu_folder, results_folder
 
 TOPICS = (
@@ -157,7 +158,7 @@ def measure(steps: int, seeds: int, most: int, place: Place) -> list[dict[str, o
                 for suffix, pair in (("", (theirs, after)), ("_before", (before["dense"], before[name]))):
                     result = asdict(agreement(*pair))
                     found |= {f"{key}{suffix}": result[key] for key in ("mean_cosine", "spearman")}
-                rows.append(found)
+                rows.append(found | {name: value for name, value in machine().items() if name != "gpu"})
                 console.print("  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()))
     return rows
 

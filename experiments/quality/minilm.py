@@ -39,6 +39,7 @@ from saccade.nm_sparse import analysis
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import plot_style as style
+from rows import machine
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.63, 0.75, 0.9)
 PATTERNS = ("1:2", "2:4", "4:8", "1:4", "2:8", "3:4", "1:8")
@@ -262,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu"))
     parser.add_argument("--sentences", type=int, default=240)
     given = parser.parse_args(arguments)
-    rows = measure(given.sentences)
+    rows = [row | machine() for row in measure(given.sentences)]
     path = write(rows, given.out / "nm_quality_minilm.csv")
     p = anchored(rows)
     column, agree = f"quality_{p:g}", [float(row["mean_cosine"]) for row in rows]

@@ -137,7 +137,7 @@ def settings() -> Iterator[Setting]:
 def measure(trials: int, every: Callable[[], Iterator[Setting]] = settings) -> list[dict[str, object]]:
     """A row for each setting and way."""
     found: list[dict[str, object]] = []
-    where = {name: value for name, value in provenance.machine().items() if name in ("gpu", "torch", "commit", "date")}
+    where = provenance.machine()
     for given in every():
         for way in LOOKS:
             row = {**asdict(given), "way": way, "closed_form": closed_form(way, given)}

@@ -613,7 +613,9 @@ def test_torchs_packed_attention_gets_dense_rows(monkeypatch, in_place):
     assert behind.behind(torch.zeros(2, dtype=torch.int32, device=DEVICE)).in_place == in_place
     packed = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(packed, "varlen_attn", lambda q, k, v, *offsets, **options: DenseLast.apply(q, k, v))
-    tensors = [torch.randn(16, 8, 2, device=DEVICE).half().permute(1, 2, 0).requires_grad_() for _ in range(3)]  # [T, H, D], D the slowest
+    tensors = [
+        torch.randn(16, 8, 2, device=DEVICE).half().permute(1, 2, 0).requires_grad_() for _ in range(3)
+    ]  # [T, H, D], D the slowest
     offsets = torch.tensor([0, 2, 6], dtype=torch.int32, device=DEVICE)
     args = VarlenArgs(*tensors, offsets, offsets, None, None, 4, 4, 0.0, 0, 0.25)
     problem = describe_varlen(*tensors, offsets, offsets, 4, 4, 0.0, 0, None, False, None, False, True, False)

@@ -125,7 +125,7 @@ def test_the_committed_layers_are_of_these_kernels(rows):
     assert len(committed) == 4 * 2 * 6
     encoder.grid = lambda dropout_p: [encoder.Setting(2048, 128, False, dropout_p)]
     for row in encoder.rows():
-        assert row in committed
+        assert any(row.items() <= one.items() for one in committed)
 
 
 def test_the_committed_rows_are_of_these_kernels(rows):
@@ -140,4 +140,4 @@ def test_the_committed_rows_are_of_these_kernels(rows):
     assert len(committed) == 4 * 24
     rows.grid = lambda: [rows.Setting(2048, 128, True)]
     for row in rows.rows():
-        assert row in committed
+        assert any(row.items() <= one.items() for one in committed)

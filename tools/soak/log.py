@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.rows import machine
 from saccade import __version__
 from saccade.cli.device import describe
 from saccade.errors import InvalidArgument
@@ -18,7 +19,7 @@ from tools.soak.results import Tally
 
 COLUMNS = (
     "date", "operation", "backend", "cases", "declined", "failures", "worst_ratio", "seconds", "seed", "device", "saccade", "torch",
-    "triton", "cuda", "python",
+    "triton", "cuda", "python", "driver", "commit",
 )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def write(path: Path, tallies: Mapping[tuple[str, str], Tally], device: torch.de
     Raises:
         InvalidArgument: the file cannot be written.
     """
-    about = (seed, describe(device), *_versions())
+    about = (seed, describe(device), *_versions(), *(machine()[name] for name in ("driver", "commit")))
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     try:
         fresh = not path.exists() or not path.stat().st_size

@@ -16,6 +16,7 @@ import time
 
 import torch
 
+from benchmarks.rows import machine
 from saccade.engine.dense import attend
 from saccade.exact.args import AttentionArgs
 from saccade.exact.short.config import Config
@@ -138,7 +139,7 @@ def measure(group: Group, configs: list[Config], failures: dict[Job, str | None]
     for config in configs:
         failure = failures[(*group, config)]
         if failure is not None:
-            writer.writerow([*group, config, "", f"{roof:.4f}", "", failure])
+            writer.writerow([*group, config, "", f"{roof:.4f}", "", failure, *machine().values()])
             continue
         error = error_of(launch(direction, args, dout, lse, config), pick, want)
         if not error < 1e-2:
@@ -149,7 +150,7 @@ def measure(group: Group, configs: list[Config], failures: dict[Job, str | None]
         # only what comes near the best is worth a careful measurement
         if not timed or ms < 1.15 * min(row[0] for row in timed):
             ms = do_bench(run, warmup=4, rep=rep, return_mode="median")
-        writer.writerow([*group, config, f"{ms:.4f}", f"{roof:.4f}", f"{roof / ms:.3f}", f"{error:.1e}"])
+        writer.writerow([*group, config, f"{ms:.4f}", f"{roof:.4f}", f"{roof / ms:.3f}", f"{error:.1e}", *machine().values()])
         timed.append((ms, error, config))
     timed.sort(key=lambda row: row[0])
     for ms, error, config in timed[:3]:
@@ -173,7 +174,7 @@ def main() -> None:
     print(f"three reads, one write: {bandwidth:.2f} TB/s")
     with open(options.out, "w", newline="") as handle:
         writer = csv.writer(handle)
-        writer.writerow(["direction", "rows", "dim", "config", "ms", "roof_ms", "fraction", "error"])
+        writer.writerow([*["direction", "rows", "dim", "config", "ms", "roof_ms", "fraction", "error"], *machine()])
         for group, configs in groups.items():
             torch.cuda.empty_cache()
             measure(group, configs, failures, bandwidth, options.rep, writer)
