@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from rows import Row, Writer
+from rows import Row, Writer, named
 from short_common import stream_bandwidth
 from steps import step
 from tables.short_ragged import both_ways
@@ -84,10 +84,10 @@ SHAPES = [
 ]
 
 
-def run(writer: Writer, repeat_ms: int) -> None:
+def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
     """Measure forward, backward and both, end to end."""
     bandwidth = stream_bandwidth()
-    for shape in SHAPES:
+    for shape in named(SHAPES, rows):
         roofs, found = _roofs(shape, bandwidth), {}
         for name, call in calls_of(shape).items():
             notes = [shape.model]

@@ -99,13 +99,14 @@ def load_bias(
 
 @triton.jit
 def seen_keys(
-    visible, visible_stride, b, first, limit, TILE: tl.constexpr, HAS_VISIBLE: tl.constexpr,
+    visible, visible_stride, b, first, limit, TILE: tl.constexpr, HAS_VISIBLE: tl.constexpr, MASKED: tl.constexpr = True,
 ):  # fmt: skip
-    """The keys of a tile that exist and are visible to the row, `[TILE]`. visible: int8 `[B, Tk]`."""
+    """The keys of a tile that exist and are visible to the row, `[TILE]`. visible: int32 `[B, Tk]`. MASKED: keys may not exist."""
     keys = first + tl.arange(0, TILE)
     seen = keys < limit
     if HAS_VISIBLE:
-        seen = tl.load(visible + b.to(tl.int64) * visible_stride + keys, mask=seen, other=0) != 0
+        row = visible + b.to(tl.int64) * visible_stride + keys
+        seen = tl.load(row, mask=seen, other=0) != 0 if MASKED else tl.load(row) != 0
     return seen
 
 
