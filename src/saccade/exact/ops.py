@@ -23,7 +23,6 @@ from saccade.engine.record import Fields
 from saccade.engine.tracing import eager, register
 from saccade.exact import op_replay
 from saccade.exact.op_replay import OpReplay
-from saccade.launch.cache import LaunchCache
 
 _BEFORE = ("dout", "dlse", "out", "lse")  # what ops of backward take first
 
@@ -58,7 +57,6 @@ class Ops:
         self.name, self.rows, self.shapes = name, rows, shapes
         self.fields = fields = Fields(record)
         self.record, self.tensors, self.count, self.plain = fields.record, fields.tensors, fields.count, fields.plain
-        self.keeps_launches = "launches" in fields.names
         self.replay_forward, self.replay_backward = replays
         self.by_name = {backend.name: backend for backend in backends}
         reference = reference_launchers(attend, rows)
@@ -154,11 +152,8 @@ class Ops:
         if found is not None:
             return found
         arguments, (backend,) = self._apart(given, 1)
-        args, is_recorded = self._args(arguments, call)
-        results = self.launchers(backend).forward(args)
-        if is_recorded:
-            self._record_forward(backend, args, call, results)
-        return results
+        args = self.record(*arguments)
+        return self._made(self.replay_forward, call, backend, args, lambda: self.launchers(backend).forward(args))
 
     def _backward(self, *given):
         call = self.replay_backward.call(given) if len(given) == self.plain + 6 else None
@@ -167,12 +162,13 @@ class Ops:
             return found
         dout, dlse, out, lse = given[:4]
         arguments, (bias_grad, backend) = self._apart(given[4:], 2)
-        args, is_recorded = self._args(arguments, call)
-        dq, dk, dv, dbias = self.launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=None)
-        results = dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
-        if is_recorded:
-            self._record_backward(backend, args, call, given, results)
-        return results
+        args = self.record(*arguments)
+
+        def make() -> tuple[Tensor, ...]:
+            dq, dk, dv, dbias = self.launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=None)
+            return dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
+
+        return self._made(self.replay_backward, None if bias_grad or dlse is not None else call, backend, args, make)
 
     def _packed_backward(self, dout, dlse, out, lse, qkv, *call):
         arguments, (bias_grad, backend) = self._apart((*self.rows.unpack(qkv), *call), 2)
@@ -186,25 +182,12 @@ class Ops:
         behind = self.plain + own
         return (*given[: self.plain], *given[behind:]), given[self.plain : behind]
 
-    def _args(self, arguments: tuple, call: tuple | None) -> tuple[Any, bool]:
-        """The record of a call, and whether it is to be described to C++; launchers then note in it what they work out."""
-        is_recorded = call is not None and op_replay.may_record(call, arguments[0])
-        if is_recorded and self.keeps_launches:
-            return self.record(*arguments, launches=LaunchCache()), True
-        return self.record(*arguments), is_recorded
-
-    def _record_forward(self, backend: str, args: Any, call: Any, results: Any) -> None:
-        chosen, planned = self.by_name[backend.rpartition(":")[2]], None
-        if chosen.describe_launches is not None and op_replay.ran(chosen, *self.shapes(args)):
-            planned = chosen.describe_launches(args, *results, self.replay_forward.places(call))
-        op_replay.record(self.replay_forward, call, results, chosen, args, planned)
-
-    def _record_backward(self, backend: str, args: Any, call: Any, given: tuple, results: Any) -> None:
-        chosen, planned = self.by_name[backend.rpartition(":")[2]], None
-        dout, dlse, out, lse, bias_grad = *given[:4], given[4 + self.plain]
-        if chosen.describe_backward is not None and dlse is None and not bias_grad and op_replay.ran(chosen, *self.shapes(args)):
-            planned = chosen.describe_backward(args, dout, out, lse, results[:3], self.replay_backward.places(call))
-        op_replay.record(self.replay_backward, call, results, chosen, args, planned)
+    def _made(self, replay: OpReplay, call: Any, backend: str, args: Any, make: Callable[[], Any]) -> Any:
+        """The results of an op that Python computes; call: as C++ looks it up, None if it does not."""
+        chosen = self.by_name.get(backend.rpartition(":")[2])
+        if call is None or chosen is None or not chosen.replays or not op_replay.may_record(call, args.query):
+            return make()
+        return op_replay.recorded(replay.layouts, call, chosen, args, make)
 
     def _fake_forward(self, *given):
         args = self.record(*self._apart(given, 1)[0])

@@ -281,18 +281,27 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
     rest = (attn_bias, draw_seed(problem, chosen), *numbers)
     # one tensor stays one, converted or not: its lists are made once
     args = VarlenArgs(query, key, value, offsets_q, offsets_q if same else offsets_k, *rest)
-    if chosen.attend is not None:
-        with uncast(query):
-            out, lse = chosen.attend(args, problem)
-    elif not problem.needs_grad:
-        out, lse = OPS.forward(args, prepared.op_name)
+    recorder = None if known is None else replay.begin(prepared, known, args)
+    if known is None or recorder is None:
+        out, lse = _computed(prepared, args, qkv)
     else:
-        function, rows = (OPS.separate, (query, key, value)) if qkv is None else (OPS.packed, (qkv,))
-        given = (*rows, offsets_q, None if same else offsets_k, *rest)
-        out, lse = applied(function, problem, chosen.name, *given, prepared.op_name, True)
-    if known is not None:
-        replay.record(prepared, known, args, out, lse, qkv)
+        with recorder:
+            out, lse = _computed(prepared, args, qkv)
+        replay.record(prepared, known, args, out, lse, qkv, recorder)
     return (out, lse) if problem.return_lse and lse is not None else out
+
+
+def _computed(prepared: Prepared, args: VarlenArgs, qkv: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of a prepared call."""
+    problem, chosen = prepared.problem, prepared.backend
+    if chosen.attend is not None:
+        with uncast(args.query):
+            return chosen.attend(args, problem)
+    if not problem.needs_grad:
+        return OPS.forward(args, prepared.op_name)
+    function, rows = (OPS.separate, args[:3]) if qkv is None else (OPS.packed, (qkv,))
+    offsets = args.cu_seqlens_q, None if args.cu_seqlens_k is args.cu_seqlens_q else args.cu_seqlens_k
+    return applied(function, problem, chosen.name, *rows, *offsets, *args[5 : OPS.fields.whole], prepared.op_name, True)
 
 
 def _prepare(call: tuple, packed: bool) -> Prepared:

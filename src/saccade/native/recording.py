@@ -1,0 +1,180 @@
+"""Notes the launches of a call where they are made, so that C++ can replay them.
+
+`Recorder` is told of each launch by who makes it (`launch.triton`, `nvrtc.Bound`), and finds the tensor of each address. Launchers say what
+addresses and values cannot tell: `scratch` memory, numbers that are `varying`, tables that are `lasting`, and `refuse` for work that is no launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.native import cuda, triton
+from saccade.native.described import ADDRESS, FIXED, Described, Number, Place, Planned
+from saccade.recorder import ACTIVE
+
+Piece = tuple[int, int]  # where memory begins and ends
+
+
+def varying(values: tuple[int, ...], slots: Iterable[int]) -> tuple[int, ...]:
+    """Numbers of a launch, of which a recorder notes which ones change from call to call: that of each slot, but those of FIXED."""
+    return values if ACTIVE.recorder is None else tuple(map(Number, values, slots))
+
+
+def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device, queries: int = 0) -> Tensor:
+    """Memory that launches of a call share, and that nobody reads later. queries: the factor of its size that is the number of tokens of q; 0
+    where its size is that of all calls."""
+    made = torch.empty(shape, dtype=dtype, device=device)
+    if ACTIVE.recorder is not None:
+        ACTIVE.recorder.share(made, queries)
+    return made
+
+
+def lasting(tensor: Tensor, offset: int = 0, slot: int = FIXED) -> Tensor:
+    """A tensor that lives as long as the process. offset, slot: it begins so many bytes behind what stays in its place, and which number that is."""
+    if ACTIVE.recorder is not None:
+        ACTIVE.recorder.lasting.append((_piece(tensor), slot, offset))
+    return tensor
+
+
+def is_recorded() -> bool:
+    """Whether a recorder notes the launches of this thread."""
+    return ACTIVE.recorder is not None
+
+
+def refuse() -> None:
+    """The call needs more than its launches, or launches that fit no other call of its kind."""
+    if ACTIVE.recorder is not None:
+        ACTIVE.recorder.refused = True
+
+
+def shares(groups: int, q_len: int, kv_len: int) -> None:
+    """The first piece of scratch memory has the gradient of a bias in shares, which are added after the launches (see `Planned`)."""
+    if ACTIVE.recorder is not None:
+        ACTIVE.recorder.shares = (groups, q_len, kv_len)
+
+
+class Recorder:
+    """The launches that this thread makes until it is left, which are those of one call. Only the call itself holds it, and what it finds holds no
+    tensor.
+
+    shares: see `Planned`.
+    """
+
+    def __init__(self) -> None:
+        self.refused = False
+        self.shares: tuple[int, ...] = ()
+        self._outer: Any = None
+        self.lasting: list[tuple[Piece, int, int]] = []
+        # each launch with the number of pieces of scratch memory that there were
+        self._launches: list[tuple[Described, int]] = []
+        self._scratch: list[Tensor] = []
+        self._rules: list[Place] = []  # bytes of each piece: (of all calls, for each token of q)
+        # tensors of launches: if one ended before the call, another might have its address
+        self._held: list[Sequence[Tensor]] = []
+
+    def __enter__(self) -> Recorder:
+        self._outer, ACTIVE.recorder = ACTIVE.recorder, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ACTIVE.recorder = self._outer
+
+    def triton(
+        self,
+        compiled: Any,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor],
+        arguments: tuple,
+        follows: tuple[int, int, int] | None = None,
+    ) -> None:
+        """A launch of a compiled Triton kernel. follows: (grid, per_sequence, tile) of `Described`, if the grid follows numbers of the call."""
+        self._held.append(tensors)
+        if not self.refused:
+            programs, *rule = follows or (grid[0], 0, 0)
+            self._add(triton.describe(compiled, (programs, *grid[1:]), arguments, *rule))
+
+    def cuda(self, bound: Any, pointers: Sequence[int], maps: Sequence[tuple]) -> None:
+        """A launch of a CUDA C++ kernel, with its arguments as `Bound` takes them."""
+        if not self.refused:
+            self._add(cuda.describe(bound, pointers, maps))
+
+    def _add(self, launch: Described | None) -> None:
+        if launch is None:
+            self.refused = True
+        else:
+            self._launches.append((launch, len(self._scratch)))
+
+    def share(self, made: Tensor, queries: int) -> None:
+        """Scratch memory of the call (see `scratch`)."""
+        size = made.element_size() * math.prod(made.shape)
+        self._scratch.append(made)
+        self._rules.append((0, size // queries) if queries else (size, 0))
+
+    def planned(self, tensors: Sequence[Tensor], known: int, given: int) -> Planned | None:
+        """The launches, in terms of the slots of tensors; None if C++ cannot replay them.
+
+        known: how many of the tensors, the first ones, C++ looks the call up by, with whether they are one memory. given: how many there were before
+        the call. All others are results, and are refused if no launch has their address: torch wrote them.
+        """
+        if self.refused:
+            return None
+        pieces = [_piece(x) for x in (*tensors, *self._scratch)]
+        found, reached = [], set()
+        for launch, count in self._launches:
+            behind = len(tensors) + count
+            where = [_place(pieces[:behind], known, at, self.lasting) for at in _addresses(launch)]
+            if None in where:
+                return None
+            reached |= {place[0] for place in where if place is not None}
+            found.append(_placed(launch, iter(where)))
+        written = [i for i in range(given, len(tensors)) if tensors[i].numel()]
+        if self.shares:
+            written.pop()  # the gradient of the bias, which C++ adds up
+        if not found or not reached.issuperset(written):
+            return None
+        fixed, each = zip(*self._rules, strict=True) if self._rules else ((), ())
+        return Planned(found, fixed, each if any(each) else (), self.shares)
+
+
+def _piece(tensor: Tensor) -> Piece:
+    """The memory that a tensor spans."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _place(pieces: list[Piece], known: int, address: int, lasting: list[tuple[Piece, int, int]]) -> Place | None:
+    """The place of an address; None in memory of which the call does not know, or where it could be that of two tensors."""
+    if not address:
+        return FIXED, 0
+    covering = [i for i, (start, end) in enumerate(pieces) if start <= address < end]
+    exact = [i for i in covering if pieces[i][0] == address]
+    if exact:
+        # tensors in one memory are of another kind than tensors in two, as far as C++ looks the call up by them
+        return (exact[0], 0) if len(exact) == 1 or exact[-1] < known else None
+    if covering:
+        start, end = pieces[covering[0]]
+        alone = sum(begin < end and start < stop for begin, stop in pieces) == 1
+        return (covering[0], address - start) if alone else None
+    return next(((slot, address - offset) for (start, end), slot, offset in lasting if start <= address < end), None)
+
+
+def _addresses(launch: Described) -> list[int]:
+    return [x.offset for x in launch.moved] + [v for slot, v in zip(launch.slots, launch.values, strict=True) if slot == ADDRESS]
+
+
+def _placed(launch: Described, where: Any) -> Described:
+    """The launch with places for its addresses, which are handed over in the order of `_addresses`."""
+    moved = tuple([x._replace(slot=slot, offset=offset) for x, (slot, offset) in zip(launch.moved, where, strict=False)])
+    arguments = [
+        next(where) if slot == ADDRESS else (slot, value) for slot, value in zip(launch.slots, launch.values, strict=True)
+    ]
+    slots, values = zip(*arguments, strict=True)
+    return launch._replace(slots=slots, values=values, moved=moved)
