@@ -48,7 +48,7 @@ def bound_of_long(found):
 
 
 def functions(found: list):
-    """What the driver encodes and launches: (encode, launch), which add to `found`."""
+    """(encode, launch) in the place of the driver's functions, which add to `found`."""
 
     def encode(into, kind, rank, address, sizes, strides, box, *_):
         numbers = [rank, address, *sizes[:rank][::-1], *strides[: rank - 1][::-1], *box[:rank][::-1]]

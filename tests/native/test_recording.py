@@ -128,6 +128,28 @@ def test_numbers_that_change():
     assert type(varying((4,), (QUERIES,))[0]) is int  # nobody notes it
 
 
+@pytest.mark.parametrize(
+    ("marked", "follows"), [(False, (8, 2, 0)), (True, None), (True, (8, 2, 0))], ids=["plain", "grid", "all"]
+)
+def test_numbers_of_one_batch(marked, follows, monkeypatch):
+    """A Triton kernel for any batch: its numbers are marked, and its grid is known to follow them, or it is not replayed."""
+    monkeypatch.setattr("saccade.native.triton._behind", lambda function, sizes: 0)
+    query, out = torch.zeros(4, 8), torch.zeros(4, 8)
+    signature = {"query": "*fp32", "out": "*fp32", "tokens": "i32", "heads": "i32"}
+    metadata = SimpleNamespace(num_ctas=1, num_warps=4, shared=0)
+    compiled = SimpleNamespace(src=SimpleNamespace(signature=signature), metadata=metadata, function=7)
+    with Recorder() as recorder:
+        tokens = varying((4,), (QUERIES,)) if marked else (4,)
+        recorder.triton_any(compiled, follows, (query, out), [query.data_ptr(), out.data_ptr()], tokens, (2,))
+    planned = recorder.planned((query, out), 1, 1)
+    if not marked or follows is None:
+        assert planned is None
+        return
+    (found,) = planned.launches
+    assert (found.grid, found.per_sequence, found.tile) == ((8, 1, 1), 2, 0)
+    assert (found.slots, found.values) == ((0, 1, QUERIES, FIXED), (0, 0, 0, 2))
+
+
 def test_memory_that_launches_share():
     """Its rule is kept: bytes of all calls, or for each token."""
     query, out = torch.zeros(5, 8), torch.zeros(5, 8)
@@ -204,13 +226,7 @@ def test_a_launch_by_name_is_not_replayed(monkeypatch):
 @pytest.fixture
 def seen(monkeypatch):
     """Launches so far; dense calls are recorded as on a GPU."""
-
-    def begin(prepared, call):
-        recorder, key = begin_recording(prepared, call)
-        prepared.recorded.add(key)
-        return recorder
-
-    monkeypatch.setattr("saccade.exact.api.begin", begin)
+    monkeypatch.setattr("saccade.exact.api.begin", begin_recording)
     yield from recording(monkeypatch)
 
 
@@ -335,7 +351,7 @@ def test_calls_of_one_tensor_are_of_another_kind(seen):
 
 @on_a_cpu
 def test_an_incoming_gradient_that_is_an_input_is_not_recorded(seen):
-    """Of the next gradient, which is a tensor of its own, it would be the address."""
+    """The next gradient is a tensor of its own, with another address."""
     query, key, value = (torch.randn(*ROWS[0]).half().requires_grad_() for _ in range(3))
     saccade.attention(query, key, value, backend="short")
     for dout in (query.detach(), torch.randn_like(query), torch.randn_like(query)):

@@ -45,7 +45,8 @@ def may_record(call: tuple, query: Tensor) -> bool:
     if native.calls is None:
         native.start(prepare.forget)
         return False
-    return native.calls.key(call) not in _REFUSED
+    key = native.calls.key(call)
+    return key is not None and key not in _REFUSED
 
 
 def recorded(

@@ -21,12 +21,7 @@ from saccade.native.recording import Recorder
 
 def begin(prepared: Prepared, call: tuple) -> Recorder | None:
     """A recorder for a call of which C++ is to be told: once for each kind of calls that it tells apart."""
-    if prepared.refused or not call[0].is_cuda or prepare.traced():
-        return None
-    recorder, key = begin_recording(prepared, call)
-    if recorder is not None:
-        prepared.recorded.add(key)
-    return recorder
+    return None if prepared.refused or not call[0].is_cuda or prepare.traced() else begin_recording(prepared, call)
 
 
 def record(
@@ -43,8 +38,8 @@ def record(
     call: all arguments of the public function, in their order. inputs: the tensors among them, query, key and value or one packed
         tensor, then the mask or bias if there is one, then the lengths.
     """
-    problem, chosen = prepared.problem, prepared.backend
-    told = False
+    problem, chosen, told = prepared.problem, prepared.backend, False
+    prepared.recorded.add(native.calls.key(call))
     if replayable(problem) and chosen.own_dropout and args.lengths is None:
         told = _record_torch(prepared, call, inputs, args)
     elif replayable(problem) and chosen.replays and lse is not None and (args.bias is None or not shares_memory(args.bias)):

@@ -15,13 +15,13 @@ from saccade.exact.ops import Ops
 from saccade.native.recording import Recorder
 
 
-def begin_recording(prepared: Prepared, call: tuple) -> tuple[Recorder | None, Any]:
-    """A recorder for a call that C++ does not know, and its key; None where C++ cannot replay it."""
+def begin_recording(prepared: Prepared, call: tuple) -> Recorder | None:
+    """A recorder for a call of a kind of which C++ was not told; None where C++ cannot replay it."""
     if native.calls is None:
         native.start(prepare.forget)
-        return None, None
+        return None
     key = native.calls.key(call)
-    return None if key is None or key in prepared.recorded else Recorder(), key
+    return None if key is None or key in prepared.recorded else Recorder()
 
 
 def numbers_of(ops: Ops, args: Any) -> dict[str, Any]:

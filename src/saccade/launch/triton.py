@@ -104,28 +104,22 @@ def _launch_any(
     if found is not None:
         found[1][grid](*addresses, *varying, *numbers)
     else:
-        compiled = _first_of_any(kernel, grid, tensors, varying, numbers, options)
+        _check_free(kernel, len(tensors), len(varying))
+        # plain ints: a recorder's are of a type that Triton does not know
+        compiled = first_launch(kernel, grid, (*tensors, *map(int, varying), *numbers), options)
         if interpreting_triton():
             return
         found = _remember(key, None, compiled, kernel)
     if ACTIVE.recorder is not None:
-        ACTIVE.recorder.triton(found[1], grid, tensors, (*addresses, *varying, *numbers), follows)
+        ACTIVE.recorder.triton_any(found[1], follows, tensors, addresses, varying, numbers)
 
 
-def _first_of_any(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    tensors: Sequence[Tensor],
-    varying: tuple[int, ...],
-    numbers: tuple,
-    options: dict[str, Any],
-) -> Any:
+def _check_free(kernel: Any, first: int, count: int) -> None:
+    """Parameters that take numbers of each call must not be compiled for their values."""
     if not interpreting_triton():
         free = [p.name for p in kernel.params if p.do_not_specialize]
-        named = [p.name for p in kernel.params[len(tensors) : len(tensors) + len(varying)]]
+        named = [p.name for p in kernel.params[first : first + count]]
         assert set(named) <= set(free), f"{kernel.__name__} is compiled for the values of {sorted(set(named) - set(free))}"
-    # plain ints: a recorder's are of a type that Triton does not know
-    return first_launch(kernel, grid, (*tensors, *map(int, varying), *numbers), options)
 
 
 def first_launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, options: dict[str, Any]) -> Any:

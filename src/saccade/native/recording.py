@@ -84,19 +84,27 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         ACTIVE.recorder = self._outer
 
-    def triton(
-        self,
-        compiled: Any,
-        grid: tuple[int, int, int],
-        tensors: Sequence[Tensor],
-        arguments: tuple,
-        follows: tuple[int, int, int] | None = None,
-    ) -> None:
-        """A launch of a compiled Triton kernel. follows: (grid, per_sequence, tile) of `Described`, if the grid follows numbers of the call."""
+    def triton(self, compiled: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor], arguments: tuple, *rule: int) -> None:
+        """A launch of a compiled Triton kernel. arguments: as the kernel takes them. rule: per_sequence and tile of `Described`."""
         self._held.append(tensors)
         if not self.refused:
-            programs, *rule = follows or (grid[0], 0, 0)
-            self._add(triton.describe(compiled, (programs, *grid[1:]), arguments, *rule))
+            self._add(triton.describe(compiled, grid, arguments, *rule))
+
+    def triton_any(
+        self,
+        compiled: Any,
+        follows: tuple[int, int, int] | None,
+        tensors: Sequence[Tensor],
+        addresses: list[int],
+        changing: tuple[int, ...],
+        numbers: tuple,
+    ) -> None:
+        """The same with numbers that change from call to call (`launch_any`). follows: (programs, per_sequence, tile) of `Described`."""
+        if follows is None or not all(isinstance(x, Number) for x in changing):
+            self.refused = True  # other calls would be launched with the numbers of this one
+            return
+        programs, *rule = follows
+        self.triton(compiled, (programs, 1, 1), tensors, (*addresses, *changing, *numbers), *rule)
 
     def cuda(self, bound: Any, pointers: Sequence[int], maps: Sequence[tuple]) -> None:
         """A launch of a CUDA C++ kernel, with its arguments as `Bound` takes them."""

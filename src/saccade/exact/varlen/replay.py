@@ -41,7 +41,7 @@ def begin(prepared: Prepared, call: tuple, args: VarlenArgs) -> Recorder | None:
     described = prepared.backend.replays and not prepared.problem.return_lse
     if native.calls is not None and not (described and any(x is args.cu_seqlens_q for x in call)):
         return None  # the last where offsets of another dtype were converted
-    return begin_recording(prepared, call)[0]
+    return begin_recording(prepared, call)
 
 
 def record(
