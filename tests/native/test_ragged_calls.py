@@ -206,7 +206,7 @@ def test_gradients(seen, lengths, others, kernels):
         by_python = run(seen, other, by_python=True, dout=dout)
         for ours, theirs in zip(by_cpp, by_python, strict=True):
             assert ours[2] == theirs[2]
-            assert ours[1] == theirs[1]
+            assert ours[1] >= theirs[1]  # as many programs as the longest batch of the kind can use
         assert {"dq", "dk", "dv", "dout"} <= {value for launch in by_cpp for value in launch[2]}
     # the first gradient of a kind is Python's, the others C++'s
     assert len(native.calls) == 1
@@ -254,7 +254,7 @@ def test_ops_of_compiled_programs(seen, lengths, others, kernels, dropout_p, mon
         assert [function for function, *_ in by_cpp] == [number_of(f"{name}_kernel") for name in kernels]
         for ours, theirs in zip(by_cpp, by_python, strict=True):
             assert ours[2] == theirs[2]
-            assert ours[1] == theirs[1]
+            assert ours[1] >= theirs[1]  # as many programs as the longest batch of the kind can use
 
 
 def test_ops_with_a_bias_stay_with_python(seen, monkeypatch):

@@ -12,6 +12,7 @@ from saccade import native
 from saccade.exact.long import sm90
 from saccade.exact.ragged import launchers
 from saccade.exact.ragged.call import every_sequence
+from saccade.native.recording import Recorder
 
 HEADS = 3
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are stubs on a CPU")
@@ -35,21 +36,25 @@ def batch(lengths, dim, packed):
     return [torch.randn(shape).half().requires_grad_() for _ in range(1 if packed else 3)], ends, max(lengths)
 
 
-def run(seen, given, by_python=False, **options):
-    """The launches of a call and of its gradient, with names in the place of addresses."""
-    leaves, ends, longest = given
-    before, calls = len(seen), native.calls
-    if by_python:
-        native.calls = None
+def run_by_python(seen, given, **options):
+    """The same without C++, as Python launches a call that is recorded: for batches of any size."""
+    calls, native.calls = native.calls, None
     try:
-        if len(leaves) == 1:
-            out = saccade.attention_varlen_qkvpacked(*leaves, ends, longest, backend="ragged", **options)
-        else:
-            out = saccade.attention_varlen(*leaves, ends, ends, longest, longest, backend="ragged", **options)
-        dout = torch.zeros_like(out)
-        found = torch.autograd.grad(out, leaves, dout)
+        with Recorder():
+            return run(seen, given, **options)
     finally:
         native.calls = calls
+
+
+def run(seen, given, **options):
+    """The launches of a call and of its gradient, with names in the place of addresses."""
+    (leaves, ends, longest), before = given, len(seen)
+    if len(leaves) == 1:
+        out = saccade.attention_varlen_qkvpacked(*leaves, ends, longest, backend="ragged", **options)
+    else:
+        out = saccade.attention_varlen(*leaves, ends, ends, longest, longest, backend="ragged", **options)
+    dout = torch.zeros_like(out)
+    found = torch.autograd.grad(out, leaves, dout)
     rows, gradients = (x[0].unbind(1) if len(x) == 1 else x for x in (leaves, found))
     names = dict(zip(("q", "k", "v", "dq", "dk", "dv"), (*rows, *gradients), strict=True))
     members, count = every_sequence(ends, len(ends) - 1)
@@ -80,7 +85,7 @@ def test_another_batch_of_the_kind(seen, dim, options, packed, monkeypatch):
             patch.setattr(launchers, "backward", lambda *given: pytest.fail("Python makes the gradient"))
             by_cpp = run(seen, given, **options)
         assert [x[0] for x in by_cpp] == [number_of(name if "_" in name else name + kind) for name in kernels]
-        assert by_cpp == run(seen, given, by_python=True, **options)
+        assert by_cpp == run_by_python(seen, given, **options)
     tokens = sum(lengths) + 1
     maps, arguments = by_cpp[0][4:]
     assert [x[0] for x in maps] == ["q", "k", "v", "out"]

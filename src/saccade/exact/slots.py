@@ -64,6 +64,8 @@ class Backward(NamedTuple):
             )
         rows = self.unfold(tuple(gradients)) if into is None else (into,)
         results = rows if dbias is None else (*rows, dbias.view(tensors["bias"].shape))
+        if dout.is_cuda and torch.cuda.is_current_stream_capturing():
+            return results  # a graph has launches of its own
         planned = recorder.planned((*given[: len(names)], *results), len(self.inputs), len(names))
         if planned is not None and native.calls is not None:
             native.calls.remember_backward(self.key, dout, planned)

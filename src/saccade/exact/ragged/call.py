@@ -29,7 +29,7 @@ from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.triton import pow2
 from saccade.native.described import FIXED, KEYS, LONGEST_K, LONGEST_Q, QUERIES, SEQUENCES
-from saccade.native.recording import refuse, varying
+from saccade.native.recording import is_recorded, refuse, varying
 
 
 class Configs(NamedTuple):
@@ -58,7 +58,7 @@ ONE_PADDED = 2**23
 class Bucket:
     """The sequences of one launch. tile: 0 for the long form. small: a second, smaller tile for those that it holds, or 0.
     dense: there is no list, and tensors that nobody reads stand in. longest: the most tokens of a sequence; 0: as many as in the call.
-    any_size: the most tokens of a sequence in any batch for which the launch is planned, which C++ may replay; 0: it is for this batch."""
+    any_size: the most tokens of a sequence in any batch for which the launch is planned, so that C++ may replay it; 0: it is for this batch."""
 
     tile: int
     members: Tensor
@@ -151,7 +151,7 @@ class RaggedCall:
         # a gradient of the bias is summed in tiles of one size
         small = small_tile(tile) if self.args.bias is None else 0
         # the map of a single token says nothing of the distance to the next
-        replayed = not captured and self.args.bias is None and (tile or min(self.total_q, self.total_k) > 1)
+        replayed = is_recorded() and self.args.bias is None and (tile or min(self.total_q, self.total_k) > 1)
         return None if every is None else Bucket(tile, *every, small=small, any_size=max(16, pow2(longest)) if replayed else 0)
 
     def within(self, bucket: Bucket) -> RaggedCall:
