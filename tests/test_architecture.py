@@ -128,7 +128,7 @@ def test_kernels_of_a_wing_need_no_tests_of_it(wing):
 @pytest.mark.parametrize(("wing", "family"), [(wing, family) for wing in WINGS for family in FAMILIES[wing]])
 def test_a_family_imports_neither_another_nor_what_calls_it(wing, family):
     others = [other for other in FAMILIES[wing] if other != family]
-    above = ("api", "op", "ops", "op_replay", "slots", "gradient", "prepared", "backends", "reference", "reference_launchers")
+    above = ("api", "op", "ops", "op_replay", "recorded", "gradient", "prepared", "backends", "reference", "reference_launchers")
     forbidden = tuple(f"saccade.{wing}.{room}" for room in (*others, *above))
     library = tuple(f"saccade.{wing}.{module}" for module in LIBRARIES.get(family, ()))
     for path in under(f"{wing}/{family}"):
@@ -148,7 +148,7 @@ def test_users_of_operations_know_no_kernels():
             internal = tuple(
                 f"saccade.{wing}.{part}"
                 for wing in WINGS
-                for part in ("op", "ops", "op_replay", "slots", "gradient", "prepared", "reference_launchers")
+                for part in ("op", "ops", "op_replay", "recorded", "gradient", "prepared", "reference_launchers")
             )
             assert not reaches(imports(path), *kernels, *internal), path
 

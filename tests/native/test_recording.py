@@ -13,10 +13,13 @@ from recorded_triton import recording
 
 import saccade
 from saccade import native
+from saccade.exact.args import AttentionArgs
+from saccade.exact.long import launchers as long_launchers
+from saccade.exact.long import sm90
 from saccade.exact.op import OPS
 from saccade.exact.ragged import call as ragged_call
+from saccade.exact.recorded import begin_recording
 from saccade.exact.short.launch import BACKWARD_TENSORS
-from saccade.exact.slots import begin_recording
 from saccade.exact.varlen.op import OPS as VARLEN
 from saccade.native.described import FIXED, KEYS, QUERIES, ROWS_OF_16_BYTES, SEQUENCES, Number, Planned
 from saccade.native.recording import Recorder, is_recorded, lasting, refuse, scratch, shares, varying
@@ -358,6 +361,32 @@ def test_an_incoming_gradient_that_is_an_input_is_not_recorded(seen):
         out = saccade.attention(query, key, value, backend="short")
         torch.autograd.grad(out, (query, key, value), dout)
         assert seen[-1][2][_DOUT] == dout.data_ptr()
+
+
+@on_a_cpu
+def test_gradients_that_torch_sums_are_left_to_python(seen):
+    """Keys of grouped heads get a gradient from each head, which a kernel for one query does not sum."""
+    query, key, value = (torch.randn(B, heads, tokens, D).half() for heads, tokens in ((4, 1), (2, 9), (2, 9)))
+    args = AttentionArgs(query, key, value, None, None, None, None, 0.0, False, 0.25)
+    for heads, refused in ((2, True), (4, False)):
+        key, value = (x.repeat_interleave(heads // 2, 1) for x in (key, value))
+        args = args._replace(key=key, value=value)
+        out, lse = OPS.launchers("short").forward(args)
+        with Recorder() as recorder:
+            OPS.launchers("short").backward(args, torch.randn_like(out), None, None, lse, bias_grad=False, packed=None)
+        assert recorder.refused == refused
+
+
+@on_a_cpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_delta_by_another_kernel_is_left_to_python(monkeypatch, dim):
+    monkeypatch.setattr(sm90, "_launch", lambda *given: lambda *pointers, maps: None)
+    monkeypatch.setattr(sm90, "multiprocessors", lambda device: 132)
+    query, key, value, dout, out = (torch.randn(1, 2, 70, dim).half() for _ in range(5))
+    args = AttentionArgs(query, key, value, None, None, None, None, 0.0, False, 0.25)
+    with Recorder() as recorder:
+        long_launchers.backward(args, dout, None, out, torch.randn(1, 2, 70), bias_grad=False, packed=None)
+    assert recorder.refused == (dim > 64)
 
 
 def test_a_number_knows_its_slot():

@@ -15,7 +15,7 @@ from saccade.engine.problem import replayable
 from saccade.exact.args import AttentionArgs
 from saccade.exact.op import OPS
 from saccade.exact.problem import by_window, in_one_batch
-from saccade.exact.slots import Backward, begin_recording, numbers_of
+from saccade.exact.recorded import Backward, begin_recording, numbers_of
 from saccade.native.recording import Recorder
 
 

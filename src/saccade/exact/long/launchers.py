@@ -16,7 +16,7 @@ from saccade.engine.layout import empty_like_heads, unpack
 from saccade.exact.args import AttentionArgs
 from saccade.exact.long import sm90
 from saccade.exact.varlen.args import of_dense
-from saccade.native.recording import scratch
+from saccade.native.recording import refuse, scratch
 
 
 def _mask_of(args: AttentionArgs) -> Tensor | None:
@@ -95,8 +95,11 @@ def backward(
         as_it_is = (dout.stride(), out.stride(), lse.stride()) == key[1:4] and all(map(operator.is_, call[:3], args[:3]))
         if args.launches is not None and as_it_is:
             args.launches.remember(key, known)
-    own = sm90.owns_delta(query.shape[-1])
-    delta = scratch(lse.shape, lse.dtype, lse.device) if own else _row_sums(dout, out, dlse)
+    if sm90.owns_delta(query.shape[-1]):
+        delta = scratch(lse.shape, lse.dtype, lse.device)
+    else:
+        refuse()  # another kernel's: `auto` counts the host time of these calls as Python's
+        delta = _row_sums(dout, out, dlse)
     mask = _mask_of(args)
     sm90.run_backward(
         known.plan, (query, key_, value, dout, out), _lengths_at(args), dlse, lse, delta, gradients, mask, args.seed

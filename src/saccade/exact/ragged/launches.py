@@ -188,7 +188,7 @@ def weights(call: RaggedCall, bucket: Bucket, found: Weights) -> Launch:
         _rows(query, key), call.group, config.tile_q, config.tile_k, call.block_d, args.causal, beside.flags[0], beside.flags[2], call.masks_dims,
         _density(call), call.precision,
     )  # fmt: skip
-    programs = call.most(config.programs), call.heads * _tiles(bucket.any_size or args.max_q, config.tile_q)
+    programs = call.most(config.programs), call.heads * _tiles(args.max_q, config.tile_q)
     return Launch(weights_kernel, *programs, tensors, numbers, _options(config))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade import native
 from saccade.engine.prepare import Prepared
 from saccade.env import check_lengths
-from saccade.exact.slots import Backward, begin_recording, numbers_of
+from saccade.exact.recorded import Backward, begin_recording, numbers_of
 from saccade.exact.varlen.args import ALIGNMENTS, VarlenArgs, VarlenCall
 from saccade.exact.varlen.op import OPS
 from saccade.native.recording import Recorder

@@ -1,4 +1,4 @@
-"""The backward of calls of `attention` and `attention_varlen` that C++ replays."""
+"""The common parts of calls of `attention` and `attention_varlen` that C++ replays: when one is recorded, and its backward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Backward(NamedTuple):
     key: of the calls, as C++ has it. inputs: names of their tensors. numbers: what `numbers_of` finds. varying: names of numbers that C++ hands over
     after the tensors. fold, unfold: of the tensors by name, and of the gradients, if kernels are given other views of them.
 
-    It lives as long as the process, so it holds no tensor of the call that was described.
+    It lives as long as the process, so it holds no tensor of the call that was recorded.
     """
 
     ops: Ops
@@ -49,7 +49,7 @@ class Backward(NamedTuple):
     unfold: Callable[[tuple], tuple] = tuple
 
     def __call__(self, *given: Any) -> tuple[Tensor, ...]:
-        """The gradients. C++ calls this for an incoming gradient with a layout not seen before. It also describes the launches for later calls."""
+        """The gradients. C++ calls this for an incoming gradient with a layout not seen before. The launches are recorded for later calls."""
         names = (*self.inputs, "lse", "dout", *["out"] * self.prepared.backend.saves_output, *["seed"] * self.has_seed)
         tensors = dict(zip((*names, *self.varying), given, strict=True))
         qkv, dout = tensors.get("qkv"), tensors["dout"]
@@ -59,13 +59,15 @@ class Backward(NamedTuple):
         args = self.ops.record(**fields, **(self.numbers | {name: found[name] for name in self.varying}))
         backward, bias_grad = self.ops.launchers(self.prepared.op_name).backward, self.prepared.problem.bias_grad
         with torch.no_grad(), Recorder() as recorder:
+            # it was copied, or a graph is captured, which has launches of its own
+            recorder.refused = found["dout"].data_ptr() != dout.data_ptr() or (
+                dout.is_cuda and torch.cuda.is_current_stream_capturing()
+            )
             *gradients, dbias = backward(
                 args, found["dout"], None, found.get("out"), found["lse"], bias_grad=bias_grad, packed=into
             )
         rows = self.unfold(tuple(gradients)) if into is None else (into,)
         results = rows if dbias is None else (*rows, dbias.view(tensors["bias"].shape))
-        if dout.is_cuda and torch.cuda.is_current_stream_capturing():
-            return results  # a graph has launches of its own
         planned = recorder.planned((*given[: len(names)], *results), len(self.inputs), len(names))
         if planned is not None and native.calls is not None:
             native.calls.remember_backward(self.key, dout, planned)
