@@ -13,8 +13,7 @@ from torch import Tensor
 
 from saccade import native
 from saccade.engine.arguments import check_tensors
-from saccade.engine.calls import autocast, cast, draw_seed, split_mask, uncast
-from saccade.engine.first_order import applied
+from saccade.engine.calls import autocast, cast, draw_seed, split_mask
 from saccade.engine.layout import unpack
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.prepare import Prepared
@@ -35,7 +34,6 @@ from saccade.exact.problem import (
 )
 from saccade.exact.replay import begin, record
 from saccade.exact.varlen.nested import attention_nested
-from saccade.native.recording import Recorder
 
 _PLACED = placed(AttentionCall)
 _PACKED_PLACED = placed(PackedCall)
@@ -206,7 +204,7 @@ def attention(
         return attention(**AttentionCall(*call)._replace(query=query, key=key, value=value)._asdict())
     args = _args_of(prepared, query, key, value, attn_mask, lengths, key_mask)
     problem, recorder = prepared.problem, begin(prepared, call)
-    out, lse = _computed(prepared, args, None, recorder)
+    out, lse = OPS.run(prepared, args, None, recorder)
     if problem.windows:
         out, lse = by_window(problem, out), None if lse is None else by_window(problem, lse)
     if recorder is not None:
@@ -334,28 +332,11 @@ def attention_qkvpacked(
     assert prepared is not None, "query, key and value of one packed tensor have one shape"
     args = _args_of(prepared, query, key, value, attn_mask, lengths)
     recorder = begin(prepared, call)
-    out, lse = _computed(prepared, args, qkv, recorder)
+    out, lse = OPS.run(prepared, args, qkv, recorder)
     if recorder is not None:
         record(prepared, call, tuple([x for x in (qkv, attn_mask, lengths) if x is not None]), args, out, lse, recorder)
     out = out.transpose(1, 2)
     return (out, lse) if prepared.problem.return_lse and lse is not None else out
-
-
-def _computed(
-    prepared: Prepared, args: AttentionArgs, qkv: Tensor | None, recorder: Recorder | None
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of a prepared call, whose query, key and value may be views of `qkv`. recorder: is told of the launches."""
-    if recorder is not None:
-        with recorder:
-            return _computed(prepared, args, qkv, None)
-    problem, chosen = prepared.problem, prepared.backend
-    if chosen.attend is not None:
-        with uncast(args.query):
-            return chosen.attend(args, problem)
-    if not problem.needs_grad:
-        return OPS.forward(args, prepared.op_name)
-    function, given = (OPS.separate, args) if qkv is None else (OPS.packed, (qkv, *args[3:]))
-    return applied(function, problem, chosen.name, *given, prepared.op_name, chosen.saves_output)
 
 
 def _attention_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:

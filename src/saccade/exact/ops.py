@@ -15,14 +15,18 @@ from torch import Tensor
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.by_torch import reference_launchers
+from saccade.engine.calls import uncast
+from saccade.engine.first_order import applied
 from saccade.engine.flops import by_pairs
 from saccade.engine.gradient import function
 from saccade.engine.layout import Rows
 from saccade.engine.namespace import fragment
+from saccade.engine.prepare import Prepared
 from saccade.engine.record import Fields
 from saccade.engine.tracing import eager, register
 from saccade.exact import op_replay
 from saccade.exact.op_replay import OpReplay
+from saccade.native.recording import Recorder
 
 _BEFORE = ("dout", "dlse", "out", "lse")  # what ops of backward take first
 
@@ -93,6 +97,24 @@ class Ops:
         return Launchers(forward, backward)
 
     # --- the calls of the public function
+
+    def run(self, prepared: Prepared, args: Any, qkv: Tensor | None, recorder: Recorder | None) -> tuple[Tensor, Tensor | None]:
+        """(out, lse) of a prepared call, whose query, key and value may be views of `qkv`. recorder: is told of the launches."""
+        if recorder is not None:
+            with recorder:
+                return self.run(prepared, args, qkv, None)
+        problem, chosen = prepared.problem, prepared.backend
+        if chosen.attend is not None:
+            with uncast(args.query):
+                return chosen.attend(args, problem)
+        if not problem.needs_grad:
+            return self.forward(args, prepared.op_name)
+        given = args[: self.fields.whole]
+        for i, j in self.fields.same:
+            if given[i] is given[j]:  # one tensor is saved once
+                given = (*given[:i], None, *given[i + 1 :])
+        function, rows = (self.separate, given[:3]) if qkv is None else (self.packed, (qkv,))
+        return applied(function, problem, chosen.name, *rows, *given[3:], prepared.op_name, chosen.saves_output)
 
     def forward(self, args: Any, backend: str) -> tuple[Tensor, Tensor]:
         """(out, lse) of a backend with its own kernels; called through the op if the call is traced or otherwise observed."""

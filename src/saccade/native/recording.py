@@ -131,22 +131,68 @@ class Recorder:
         """
         if self.refused:
             return None
-        pieces = [_piece(x) for x in (*tensors, *self._scratch)]
-        found, reached = [], set()
-        for launch, count in self._launches:
-            behind = len(tensors) + count
-            where = [_place(pieces[:behind], known, at, self.lasting) for at in _addresses(launch)]
-            if None in where:
-                return None
-            reached |= {place[0] for place in where if place is not None}
-            found.append(_placed(launch, iter(where)))
+        memory = _Memory((*tensors, *self._scratch), known, self.lasting)
+        try:
+            found = [memory.placed(launch, len(tensors) + count) for launch, count in self._launches]
+        except LookupError:
+            return None
         written = [i for i in range(given, len(tensors)) if tensors[i].numel()]
         if self.shares:
             written.pop()  # the gradient of the bias, which C++ adds up
-        if not found or not reached.issuperset(written):
+        if not found or not memory.reached.issuperset(written):
             return None
         fixed, each = zip(*self._rules, strict=True) if self._rules else ((), ())
         return Planned(found, fixed, each if any(each) else (), self.shares)
+
+
+class _Memory:
+    """The memory of a call, in which addresses have places.
+
+    known, lasting: as in `Recorder`. reached: slots of the addresses so far.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], known: int, lasting: list[tuple[Piece, int, int]]):
+        self._pieces, self._known, self._lasting = [_piece(x) for x in tensors], known, lasting
+        self._starts: dict[int, list[int]] = {}
+        for i, (start, end) in enumerate(self._pieces):
+            if start < end:
+                self._starts.setdefault(start, []).append(i)
+        self.reached: set[int] = set()
+
+    def placed(self, launch: Described, behind: int) -> Described:
+        """The launch with the places of its addresses, which are known to lie in the first `behind` tensors.
+
+        Raises:
+            LookupError: an address lies in other memory, or could be that of two tensors.
+        """
+        moved = []
+        for x in launch.moved:
+            slot, offset = self._place(x.offset, behind)
+            moved.append(x._replace(slot=slot, offset=offset))
+        slots, values = list(launch.slots), list(launch.values)
+        for i, slot in enumerate(slots):
+            if slot == ADDRESS:
+                slots[i], values[i] = self._place(values[i], behind)
+        self.reached.update(slots, [x.slot for x in moved])
+        return launch._replace(slots=tuple(slots), values=tuple(values), moved=tuple(moved))
+
+    def _place(self, address: int, behind: int) -> Place:
+        if not address:
+            return FIXED, 0
+        exact = [i for i in self._starts.get(address, ()) if i < behind]
+        # tensors in one memory are of another kind than tensors in two, as far as C++ looks the call up by them
+        if len(exact) == 1 or (exact and exact[-1] < self._known):
+            return exact[0], 0
+        covering = [i for i, (start, end) in enumerate(self._pieces[:behind]) if start <= address < end]
+        if covering and not exact:
+            start, end = self._pieces[covering[0]]
+            if sum(begin < end and start < stop for begin, stop in self._pieces) == 1:
+                return covering[0], address - start
+        elif not covering:
+            for (start, end), slot, offset in self._lasting:
+                if start <= address < end:
+                    return slot, address - offset
+        raise LookupError(address)
 
 
 def _piece(tensor: Tensor) -> Piece:
@@ -154,35 +200,5 @@ def _piece(tensor: Tensor) -> Piece:
     start = tensor.data_ptr()
     if not tensor.numel():
         return start, start
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
     return start, start + (last + 1) * tensor.element_size()
-
-
-def _place(pieces: list[Piece], known: int, address: int, lasting: list[tuple[Piece, int, int]]) -> Place | None:
-    """The place of an address; None in memory of which the call does not know, or where it could be that of two tensors."""
-    if not address:
-        return FIXED, 0
-    covering = [i for i, (start, end) in enumerate(pieces) if start <= address < end]
-    exact = [i for i in covering if pieces[i][0] == address]
-    if exact:
-        # tensors in one memory are of another kind than tensors in two, as far as C++ looks the call up by them
-        return (exact[0], 0) if len(exact) == 1 or exact[-1] < known else None
-    if covering:
-        start, end = pieces[covering[0]]
-        alone = sum(begin < end and start < stop for begin, stop in pieces) == 1
-        return (covering[0], address - start) if alone else None
-    return next(((slot, address - offset) for (start, end), slot, offset in lasting if start <= address < end), None)
-
-
-def _addresses(launch: Described) -> list[int]:
-    return [x.offset for x in launch.moved] + [v for slot, v in zip(launch.slots, launch.values, strict=True) if slot == ADDRESS]
-
-
-def _placed(launch: Described, where: Any) -> Described:
-    """The launch with places for its addresses, which are handed over in the order of `_addresses`."""
-    moved = tuple([x._replace(slot=slot, offset=offset) for x, (slot, offset) in zip(launch.moved, where, strict=False)])
-    arguments = [
-        next(where) if slot == ADDRESS else (slot, value) for slot, value in zip(launch.slots, launch.values, strict=True)
-    ]
-    slots, values = zip(*arguments, strict=True)
-    return launch._replace(slots=slots, values=values, moved=moved)

@@ -10,8 +10,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from saccade.engine.arguments import check_flag, check_tensors
-from saccade.engine.calls import autocast, cast, draw_seed, gradient_needed, uncast
-from saccade.engine.first_order import applied
+from saccade.engine.calls import autocast, cast, draw_seed, gradient_needed
 from saccade.engine.prepare import Prepared, finder, prepare, traced
 from saccade.engine.sharded import HEADS, Dims, call_on_shards, is_dtensor, placed
 from saccade.engine.window import check_window, ends_of
@@ -282,26 +281,10 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
     # one tensor stays one, converted or not: its lists are made once
     args = VarlenArgs(query, key, value, offsets_q, offsets_q if same else offsets_k, *rest)
     recorder = None if known is None else replay.begin(prepared, known, args)
-    if known is None or recorder is None:
-        out, lse = _computed(prepared, args, qkv)
-    else:
-        with recorder:
-            out, lse = _computed(prepared, args, qkv)
+    out, lse = OPS.run(prepared, args, qkv, recorder)
+    if known is not None and recorder is not None:
         replay.record(prepared, known, args, out, lse, qkv, recorder)
     return (out, lse) if problem.return_lse and lse is not None else out
-
-
-def _computed(prepared: Prepared, args: VarlenArgs, qkv: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of a prepared call."""
-    problem, chosen = prepared.problem, prepared.backend
-    if chosen.attend is not None:
-        with uncast(args.query):
-            return chosen.attend(args, problem)
-    if not problem.needs_grad:
-        return OPS.forward(args, prepared.op_name)
-    function, rows = (OPS.separate, args[:3]) if qkv is None else (OPS.packed, (qkv,))
-    offsets = args.cu_seqlens_q, None if args.cu_seqlens_k is args.cu_seqlens_q else args.cu_seqlens_k
-    return applied(function, problem, chosen.name, *rows, *offsets, *args[5 : OPS.fields.whole], prepared.op_name, True)
 
 
 def _prepare(call: tuple, packed: bool) -> Prepared:
