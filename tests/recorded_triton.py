@@ -9,9 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from recorded_cuda import ENCODE, functions
 
 from saccade import native
 from saccade.engine import prepare
+from saccade.exact.short import launch as short_launch
+from saccade.launch import triton as launch_triton
 from saccade.native import triton as described
 from saccade.native.build import Build
 
@@ -58,8 +61,34 @@ class Compiled:
         return run
 
 
-def recording(monkeypatch, found, known):
-    """C++ with a memory of its own, whose launches of the kernels `known` (number -> `Compiled`) are added to `found`; for a fixture to yield from."""
+_REAL = [(launch_triton, name, getattr(launch_triton, name)) for name in ("first_launch", "interpreting_triton")]
+
+
+def interpreted(monkeypatch):
+    """Kernels run in Triton's interpreter again."""
+    for module, name, real in _REAL:
+        monkeypatch.setattr(module, name, real)
+
+
+def recording(monkeypatch, with_cuda=False):
+    """C++ with a memory of its own, and Triton kernels that are written down and not run; for a fixture to yield from. Yields the launches of both.
+
+    with_cuda: C++ launches the kernels of `recorded_cuda` too.
+    """
+    found, known = [], {}  # known: number -> `Compiled`
+    encode, launch_cuda = functions(found)
+
+    def first_launch(kernel, grid, arguments, options):
+        made = Compiled(kernel, arguments, found)
+        made = known.setdefault(made.function, made)
+        made[grid](*[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments])
+        return made
+
+    monkeypatch.setattr(launch_triton, "_check_free", lambda *given: None)  # an interpreted kernel has no parameters
+    monkeypatch.setattr(launch_triton, "_runners", {})
+    for module in (launch_triton, short_launch):
+        monkeypatch.setattr(module, "first_launch", first_launch)
+        monkeypatch.setattr(module, "interpreting_triton", lambda: False)
     monkeypatch.setenv("SACCADE_NATIVE", "1")
     build = Build()
     module = build.wait()
@@ -67,6 +96,8 @@ def recording(monkeypatch, found, known):
         pytest.skip(build.refusal)
 
     def launch(function, x, y, z, threads, _, __, shared, stream, places, ___):
+        if with_cuda and function not in known:
+            return launch_cuda(function, x, y, z, threads, 1, 1, shared, stream, places, None)
         assert (y, z, threads, shared) == (1, 1, 128, 64)  # of `Compiled.metadata`
         _, kinds = known[function].sizes()
         read = {"*": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
@@ -79,9 +110,8 @@ def recording(monkeypatch, found, known):
         into[0] = capturing[0]
         return 0
 
-    keep = _LAUNCH(launch), _STREAM(lambda index, into: 0), _CAPTURES(captures)
-    launcher, streams, asked = (ctypes.cast(f, ctypes.c_void_p).value for f in keep)
-    module.use_driver(launcher, streams, 0, asked)
+    keep = _LAUNCH(launch), _STREAM(lambda index, into: 0), ENCODE(encode), _CAPTURES(captures)
+    module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in keep))
     monkeypatch.setattr(native, "calls", module.Memory())
     prepare.forget()
     yield found

@@ -66,6 +66,16 @@ FORMS = {
     "bias": (saccade.attention, lambda: [(B, H, T, D)] * 3 + [(1, H, T, T)]),
     "qkvpacked": (saccade.attention_qkvpacked, lambda: [(B, T, 3, H, D)]),
     "varlen": (lambda q, k, v: saccade.attention_varlen(q, k, v, *[ends(q.device)] * 2, 9, 9), lambda: [(T, H, D)] * 3),
+    "keys that are values": (lambda q, k: saccade.attention(q, k, k), lambda: [(B, H, T, D)] * 2),
+    "windows": (saccade.attention, lambda: [(B, 4, H, T, D)] * 3 + [(4, H, T, T)]),
+    "varlen, long": (
+        lambda q, k, v: saccade.attention_varlen(q, k, v, *[ends(q.device) * 11] * 2, 99, 99),
+        lambda: [(11 * T, H, D)] * 3,
+    ),
+    "varlen, beyond tiles": (
+        lambda q, k, v: saccade.attention_varlen(q, k, v, *[ends(q.device) * 22] * 2, 198, 198),
+        lambda: [(22 * T, H, D)] * 3,
+    ),
     "varlen, dropout": (
         lambda q, k, v: saccade.attention_varlen(q, k, v, *[ends(q.device)] * 2, 9, 9, 0.2),
         lambda: [(T, H, D)] * 3,

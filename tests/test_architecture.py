@@ -78,7 +78,7 @@ def test_there_is_something_to_check():
     assert not reaches(imports(path, top_level=True), "saccade.exact.short.launchers")
 
 
-BASE = ("saccade.errors", "saccade.env", "saccade.folders", "saccade.hardware")
+BASE = ("saccade.errors", "saccade.env", "saccade.folders", "saccade.hardware", "saccade.recorder")
 # path under src/saccade -> everything of the library that it may import
 ARROWS = {
     "launch/": (*BASE, "saccade.launch", "saccade.nvrtc"),
@@ -128,7 +128,7 @@ def test_kernels_of_a_wing_need_no_tests_of_it(wing):
 @pytest.mark.parametrize(("wing", "family"), [(wing, family) for wing in WINGS for family in FAMILIES[wing]])
 def test_a_family_imports_neither_another_nor_what_calls_it(wing, family):
     others = [other for other in FAMILIES[wing] if other != family]
-    above = ("api", "op", "ops", "op_replay", "slots", "gradient", "prepared", "backends", "reference", "reference_launchers")
+    above = ("api", "op", "ops", "op_replay", "recorded", "gradient", "prepared", "backends", "reference", "reference_launchers")
     forbidden = tuple(f"saccade.{wing}.{room}" for room in (*others, *above))
     library = tuple(f"saccade.{wing}.{module}" for module in LIBRARIES.get(family, ()))
     for path in under(f"{wing}/{family}"):
@@ -148,7 +148,7 @@ def test_users_of_operations_know_no_kernels():
             internal = tuple(
                 f"saccade.{wing}.{part}"
                 for wing in WINGS
-                for part in ("op", "ops", "op_replay", "slots", "gradient", "prepared", "reference_launchers")
+                for part in ("op", "ops", "op_replay", "recorded", "gradient", "prepared", "reference_launchers")
             )
             assert not reaches(imports(path), *kernels, *internal), path
 
@@ -193,7 +193,8 @@ def test_nvrtc_knows_nothing_of_attention():
     for path in under("nvrtc/"):
         reached = reaches(imports(path), "saccade")
         # the version is part of a cache key, and is read when a key is made
-        allowed = ("saccade.compiled", "saccade.env", "saccade.errors", "saccade.folders", "saccade.nvrtc", "saccade.__version__")
+        allowed = ("compiled", "env", "errors", "folders", "nvrtc", "recorder", "__version__")
+        allowed = tuple(f"saccade.{name}" for name in allowed)
         assert reached == reaches(reached, *allowed), path
         assert "saccade.__version__" not in imports(path, top_level=True), path
 

@@ -31,10 +31,10 @@ def ready(call: Any, device: torch.device) -> Callable[..., None]:
     """A replacement for `CudaLaunch.ready` that takes pointers and runs on the CPU, so that host code runs as for a GPU."""
     assert device.type == "cpu"
 
-    def launch(*pointers: int, maps: Sequence[TensorMap] = ()) -> None:
+    def launch(*pointers: int, maps: Sequence[tuple] = ()) -> None:
         given = {
             **dict(zip(call.parameters.pointers, pointers, strict=True)),
-            **dict(zip(call.parameters.maps, maps, strict=True)),
+            **dict(zip(call.parameters.maps, [tensor_map(*given) for given in maps], strict=True)),
         }
         run(call._replace(arguments={**call.arguments, **given}))
 

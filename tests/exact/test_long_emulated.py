@@ -24,7 +24,6 @@ def emulated(monkeypatch):
     if emulator.COMPILER is None:
         pytest.skip("needs g++")
     monkeypatch.setattr(CudaLaunch, "ready", emulator.ready)
-    monkeypatch.setattr(sm90, "tensor_map", emulator.tensor_map)
     monkeypatch.setattr(sm90, "multiprocessors", lambda device: 2)  # blocks of backward, which walk over several heads each
     monkeypatch.setattr(delta, "delta_of", rows_of_out)
     monkeypatch.setattr(sm90, "_LAUNCHES", type(sm90._LAUNCHES)())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recorded_triton import Compiled, recording
+from recorded_triton import recording
 
 from saccade import native
 from saccade.engine.dispatch import Plan
@@ -13,8 +13,8 @@ from saccade.exact import replay
 from saccade.exact.args import AttentionArgs
 from saccade.exact.op import OPS
 from saccade.exact.problem import by_window, describe_attention, in_one_batch
-from saccade.exact.short import launch as short_launch
 from saccade.exact.short.backend import SHORT
+from saccade.native.recording import Recorder
 
 BATCH, HEADS, LENGTH, DIM = 3, 2, 40, 16
 
@@ -22,15 +22,7 @@ BATCH, HEADS, LENGTH, DIM = 3, 2, 40, 16
 @pytest.fixture
 def seen(monkeypatch):
     """Launches so far: (kernel, programs, [argument, ...])."""
-    found, known = [], {}
-
-    def run(self, tensors):
-        made = Compiled(self.kernel, (*tensors, *self.static), found)
-        self.compiled = known.setdefault(made.function, made)
-        made[(self.programs, 1, 1)](*[x.data_ptr() for x in tensors], *self.static)
-
-    monkeypatch.setattr(short_launch.Launch, "_launch", run)
-    yield from recording(monkeypatch, found, known)
+    yield from recording(monkeypatch)
 
 
 def named(launch, tensors):
@@ -60,7 +52,8 @@ def test_a_bias(seen, shape, lengths, bias_grad, outside):
     prepared, given = Prepared(Plan(problem, SHORT, named=True)), [x.detach() for x in (*leaves, bias)]
     args = AttentionArgs(*given[:3], None, given[3], real, None, 0.0, False, DIM**-0.5, launches=prepared.launches)
     known = dict(zip(("query", "key", "value", "bias"), given, strict=True)) | ({"lengths": real} if lengths else {})
-    out, lse = OPS.launchers("short").forward(args)
+    with Recorder() as recorder:
+        out, lse = OPS.launchers("short").forward(args)
     by_python = [named(seen[-1], known | {"out": out})]
     dout = torch.randn_like(out)
     gradients = OPS.launchers("short").backward(args, dout, None, None, lse, bias_grad=bias_grad, packed=None)
@@ -70,7 +63,7 @@ def test_a_bias(seen, shape, lengths, bias_grad, outside):
     call = (*leaves, bias, 0.0, False, None, False, real, False, "short")
     inputs = (*leaves, bias, *([real] if lengths else []))
     args = args._replace(query=leaves[0], key=leaves[1], value=leaves[2], bias=bias)
-    replay.record(prepared, call, inputs, args, out, lse)
+    replay.record(prepared, call, inputs, args, out, lse, recorder)
     assert len(native.calls) == 1
     if lengths:
         native.calls.checked(real, LENGTH)
@@ -104,7 +97,8 @@ def test_a_bias_for_each_window(seen, shape, layout):
     folded = [in_one_batch(x.detach()) for x in (*leaves, bias)]
     args = AttentionArgs(*folded[:3], None, folded[3], None, None, 0.0, False, DIM**-0.5, launches=prepared.launches)
     known = dict(zip(("query", "key", "value", "bias"), (*leaves, bias), strict=True))
-    out, lse = OPS.launchers("short").forward(args)
+    with Recorder() as recorder:
+        out, lse = OPS.launchers("short").forward(args)
     by_python = [named(seen[-1], known | {"out": out})]
     dout = torch.randn(BATCH, 4, HEADS, LENGTH, DIM, dtype=torch.float16)
     if layout != "windows follow each other":
@@ -113,7 +107,7 @@ def test_a_bias_for_each_window(seen, shape, layout):
     written = dict(zip(("dquery", "dkey", "dvalue"), gradients[:3], strict=True))
     by_python.append(named(seen[-1], known | written | {"dout": dout}))
     call = (*leaves, bias, 0.0, False, None, False, None, False, "short")
-    replay.record(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse))
+    replay.record(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse), recorder)
     assert len(native.calls) == 1
     for i in range(3):
         before = len(seen)
@@ -138,9 +132,10 @@ def test_windows_that_are_copied_stay_with_python(seen):
     problem = describe_attention(*leaves, bias, 0.0, False, None, False, None, False, False, False)
     prepared = Prepared(Plan(problem, SHORT, named=True))
     args = AttentionArgs(*map(in_one_batch, leaves), None, bias, None, None, 0.0, False, 0.25, launches=prepared.launches)
-    out, lse = OPS.launchers("short").forward(args)
+    with Recorder() as recorder:
+        out, lse = OPS.launchers("short").forward(args)
     call = (*leaves, bias, 0.0, False, 0.25, False, None, False, "short")
-    replay.record(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse))
+    replay.record(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse), recorder)
     assert len(native.calls) == 0
 
 
@@ -154,8 +149,11 @@ def test_what_stays_with_python(seen):
         problem = describe_attention(*leaves, bias, 0.0, False, None, False, None, False, False, False)
         prepared = Prepared(Plan(problem, SHORT, named=True))
         args = AttentionArgs(*leaves, None, bias, None, None, 0.0, False, 0.25, launches=prepared.launches)
-        out, lse = OPS.launchers("short").forward(args)
+        with Recorder() as recorder:
+            out, lse = OPS.launchers("short").forward(args)
         before = len(native.calls)
-        replay.record(prepared, (*leaves, bias, 0.0, False, 0.25, False, None, False, "short"), (*leaves, bias), args, out, lse)
+        replay.record(
+            prepared, (*leaves, bias, 0.0, False, 0.25, False, None, False, "short"), (*leaves, bias), args, out, lse, recorder
+        )
         assert (len(native.calls) > before) == taken
         assert problem.host_counts != taken  # what C++ does not take costs host time, by which `auto` chooses

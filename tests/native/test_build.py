@@ -16,7 +16,7 @@ import torch
 from saccade import native
 from saccade.native import build, compiler, cuda, kept
 from saccade.native.build import Build, status
-from saccade.native.described import ROWS_OF_16_BYTES, SEQUENCES, Described, Moved
+from saccade.native.described import ADDRESS, FIXED, KEYS, QUERIES, SEQUENCES, Described, Moved, Number
 from saccade.native.sealed import MARK, is_sealed, seal
 from saccade.native.triton import describe
 
@@ -268,33 +268,37 @@ SIGNATURE = {
 }
 
 
+AT = 1 << 40  # an address
+
+
 def test_a_triton_kernel_as_a_launch(monkeypatch):
     monkeypatch.setattr("saccade.native.triton._behind", lambda function, sizes: 2 if sizes == [8, 8, 8, 4, 4, 1] else None)
-    found = describe(compiled(SIGNATURE), 9, ((0, 0), (3, 64)), ((4096, 1), -5, 0.5, 32, True))
+    found = describe(compiled(SIGNATURE), (9, 2, 1), (AT, AT + 64, (4096, 1), -5, 0.5, 32, True))
     function, grid, threads, shared, slots, values, moved, per_sequence, tile = found
     assert (moved, per_sequence, tile) == ((), 0, 0)
-    assert (function, grid, threads, shared) == (77, (9, 1, 1), 128, 1024)
-    assert slots == (0, 3, -1, -1, -1, -1, -1, -1)
+    assert (function, grid, threads, shared) == (77, (9, 2, 1), 128, 1024)
+    assert slots == (ADDRESS, ADDRESS, *[FIXED] * 6)
     half = int.from_bytes(bytes.fromhex("0000003f") + bytes(4), "little")
-    assert values == (0, 64, 4096, 0xFFFFFFFB, half, 1, 0, 0)
+    assert values == (AT, AT + 64, 4096, 0xFFFFFFFB, half, 1, 0, 0)
     assert torch.tensor([0.5]).view(torch.int32).item() == half
 
 
 def test_numbers_that_change_from_batch_to_batch(monkeypatch):
     monkeypatch.setattr("saccade.native.triton._behind", lambda function, sizes: 0 if sizes == [8, 8, 8, 4, 4, 1] else None)
-    found = describe(compiled(SIGNATURE), 9, ((0, 0), (ROWS_OF_16_BYTES.slot, 64)), ((4096, 1), SEQUENCES, 0.5, 32, True), 12)
-    assert (found.slots, found.values[:4], found.per_sequence) == ((0, -7, -1, -4, -1, -1), (0, 64, 4096, 0), 12)
+    arguments = (AT, AT, (Number(4096, FIXED), 1), Number(5, SEQUENCES), 0.5, 32, True)
+    found = describe(compiled(SIGNATURE), (9, 1, 1), arguments, 12)
+    assert (found.slots[2:], found.values[2:4], found.per_sequence) == ((FIXED, SEQUENCES, FIXED, FIXED), (4096, 0), 12)
 
 
 @pytest.mark.parametrize("changes", [{"num_ctas": 2}, {"global_scratch_size": 128}, {"launch_pdl": True}])
 def test_kernels_that_want_more_stay_with_python(changes):
-    assert describe(compiled(SIGNATURE, **changes), 9, ((0, 0), (3, 64)), ((4096, 1), -5, 0.5, 32, True)) is None
+    assert describe(compiled(SIGNATURE, **changes), (9, 1, 1), (AT, AT, (4096, 1), -5, 0.5, 32, True)) is None
 
 
 def test_arguments_that_do_not_fit_the_kernel_stay_with_python(monkeypatch):
     monkeypatch.setattr("saccade.native.triton._behind", lambda function, sizes: None)
-    assert describe(compiled(SIGNATURE), 9, ((0, 0), (3, 64)), ((4096, 1), -5, 0.5, 32, True)) is None
-    assert describe(compiled({"x": "fp8e5"}), 9, (), (1.0,)) is None
+    assert describe(compiled(SIGNATURE), (9, 1, 1), (AT, AT, (4096, 1), -5, 0.5, 32, True)) is None
+    assert describe(compiled({"x": "fp8e5"}), (9, 1, 1), (1.0,)) is None
 
 
 def bound(grid=(9, 2), block=256, dependent=False):
@@ -302,16 +306,18 @@ def bound(grid=(9, 2), block=256, dependent=False):
     return SimpleNamespace(function=77, shape=shape, dependent=dependent, numbers=(5, 6))
 
 
+MAP = (AT, (Number(4, KEYS), 64), (128,), (1, 64))
+
+
 def test_a_kernel_in_cuda_as_a_launch():
-    moved = (Moved(2, 0, (4, 64), (128,), (1, 64)),)
-    found = cuda.describe(bound(), moved, ((0, 16), (-1, 12)))
-    assert found == Described(77, (9, 2, 1), 256, 1024, (0, -1, -1, -1), (16, 12, 5, 6), moved)
+    found = cuda.describe(bound(), (AT + 16, Number(12, FIXED), Number(7, QUERIES)), (MAP,))
+    moved = (Moved(ADDRESS, AT, (KEYS, 64), (128,), (1, 64)),)
+    assert found == Described(77, (9, 2, 1), 256, 1024, (ADDRESS, FIXED, QUERIES, FIXED, FIXED), (AT + 16, 12, 0, 5, 6), moved)
     assert cuda.describe(bound(grid=3), (), ()).grid == (3, 1, 1)
 
 
 def test_launches_in_cuda_that_want_more_stay_with_python():
-    moved = (Moved(2, 0, (4, 64), (128,), (1, 64)),)
-    assert cuda.describe(bound(dependent=True), moved, ()) is None
-    assert cuda.describe(bound(block=(32, 4)), moved, ()) is None
-    assert cuda.describe(bound(), moved * 9, ()) is None
-    assert cuda.describe(bound(), moved, ((0, 0),) * 95) is None
+    assert cuda.describe(bound(dependent=True), (), (MAP,)) is None
+    assert cuda.describe(bound(block=(32, 4)), (), (MAP,)) is None
+    assert cuda.describe(bound(), (), (MAP,) * 9) is None
+    assert cuda.describe(bound(), (AT,) * 95, ()) is None

@@ -1,17 +1,18 @@
 """C++ passes to a kernel what Python passed: every address, every tensor map and every number, for the kernels of sm_90, without a GPU.
 
-The kernels do not run here. A launch writes down its arguments: from Python through a stand-in for `Bound`, from C++ through functions in the
-place of the driver's.
+The kernels do not run here: a launch writes down its arguments (`recorded_cuda`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from recorded_cuda import ENCODE, Stub, bound_of_long, functions
 
 from saccade import native
 from saccade.engine import prepare
@@ -30,33 +31,13 @@ from saccade.exact.short import launchers as short_launchers
 from saccade.exact.short import sm90 as short_sm90
 from saccade.exact.short.config import Config
 from saccade.native.build import Build
-from saccade.nvrtc import Options, parameters_of
+from saccade.native.recording import Recorder
 
 BATCH, HEADS = 3, 4
-NUMBERS = (11, -1, 13)
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
 )
 _STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
-_ENCODE = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_uint64)] * 2,
-    *[ctypes.POINTER(ctypes.c_uint32)] * 2, *[ctypes.c_int] * 4,
-)  # fmt: skip
-
-
-class Recorder:
-    """Stands in for `Bound`, and writes down what it is called with."""
-
-    dependent, numbers = False, NUMBERS
-
-    def __init__(self, seen: list, name: str, grid, threads: int, shared_bytes: int):
-        self.seen, self.function = seen, sum(name.encode())
-        self.shape = SimpleNamespace(grid=grid, block=threads, shared_bytes=shared_bytes)
-
-    def __call__(self, *pointers: int, maps=()) -> None:
-        grid = self.shape.grid if isinstance(self.shape.grid, tuple) else (self.shape.grid,)
-        extents = (*grid, 1, 1)[:3]
-        self.seen.append((self.function, extents, self.shape.block, self.shape.shared_bytes, tuple(maps), (*pointers, *NUMBERS)))
 
 
 @pytest.fixture
@@ -69,59 +50,20 @@ def seen(monkeypatch):
         pytest.skip(build.refusal)
     found: list = []
 
-    def bound_of_long(direction, args, grid, written, numbers, config):
-        name = direction if args.seed is None else f"{direction}_dropout"
-        return Recorder(found, name, (grid, 1), sm90.threads(direction, config), sm90.shared_bytes(direction, 64, config))
-
     def bound_of_short(self, device):
-        return Recorder(found, self.built.name, self.programs, self.built.threads, self.built.shared_bytes)
+        return Stub(found, self.built.name, self.programs, self.built.threads, self.built.shared_bytes)
 
-    monkeypatch.setattr(sm90, "_launch", bound_of_long)
+    monkeypatch.setattr(sm90, "_launch", bound_of_long(found))
     monkeypatch.setattr(sm90, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(short_sm90, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(short_sm90.Sm90Launch, "_bind", bound_of_short)
-    for where in (sm90, short_sm90):
-        monkeypatch.setattr(where, "tensor_map", lambda address, *shape: (address, *shape))
-    launch, stream, encode = _functions(found)
+    encode, launch = functions(found)
+    launch, stream, encode = _LAUNCH(launch), _STREAM(lambda index, into: 0), ENCODE(encode)
     module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in (launch, stream, encode)))
     monkeypatch.setattr(native, "calls", module.Memory())
     prepare.forget()
     yield found
     module.use_driver(0, 0, 0)
-
-
-def _functions(found: list):
-    def encode(into, kind, rank, address, sizes, strides, box, *_):
-        numbers = [rank, address, *sizes[:rank][::-1], *strides[: rank - 1][::-1], *box[:rank][::-1]]
-        ctypes.memmove(into, struct.pack(f"{len(numbers)}q", *numbers), 8 * len(numbers))
-        return 0
-
-    def launch(kernel, x, y, z, threads, _, __, shared, stream, places, ___):
-        maps, count = COUNTS[kernel]
-        made = []
-        for i in range(maps):
-            rank, address, *numbers = struct.unpack("13q", ctypes.string_at(places[i], 104))
-            assert rank == 4
-            made.append((address, tuple(numbers[:4]), tuple(numbers[4:7]), tuple(numbers[7:11])))
-        values = [ctypes.c_int64.from_address(places[maps + i]).value for i in range(count + len(NUMBERS))]
-        found.append((kernel, (x, y, z), threads, shared, tuple(made), tuple(values)))
-        return 0
-
-    return _LAUNCH(launch), _STREAM(lambda index, into: 0), _ENCODE(encode)
-
-
-# of the kernels by the number that stands for their name: how many maps and pointers they take
-COUNTS = {
-    sum(name.encode()): (len(parameters.maps), len(parameters.pointers))
-    for name, parameters in (
-        *(
-            (f"{d}{'_dropout' * drops}", parameters_of(sm90.source(d), f"long_{d}_sm90", Options.of({"DROPOUT": drops})))
-            for d in ("forward", "backward")
-            for drops in (False, True)
-        ),
-        *((f"{d}_sm90", parameters_of(short_sm90.source(d), f"{d}_sm90", Options())) for d in ("forward", "backward")),
-    )
-}  # fmt: skip
 
 
 def named(launch, tensors: dict[str, torch.Tensor]):
@@ -169,14 +111,16 @@ def check(
     dropout_p: float = 0.0,
     kv_heads: int = HEADS,
     apart: bool = False,
-) -> None:
+) -> list:
+    """Weak references to the tensors of the call."""
     call, leaves, given, real = arguments(length, lengths, packed, dropout_p, kv_heads, apart)
     split = [given[n] for n in ("query", "key", "value")]
     problem = describe_attention(*split, None, dropout_p, False, None, kv_heads != HEADS, real, False, packed, True)
     prepared = Prepared(Plan(problem, chosen, named=True))
     seed = torch.tensor([5]) if dropout_p else None
     args = AttentionArgs(*split, None, None, real, seed, dropout_p, False, 0.125, launches=prepared.launches)
-    out, lse = run_forward(args)
+    with Recorder() as recorder:
+        out, lse = run_forward(args)
     by_python = {"forward": named(seen.pop(), given | {"out": out})}
     dout = torch.randn(BATCH, length, HEADS, 64, dtype=torch.bfloat16).transpose(1, 2)
     into = torch.empty(leaves[0].shape, dtype=torch.bfloat16) if packed else None
@@ -184,7 +128,7 @@ def check(
     names = dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True))
     by_python["backward"] = named(seen.pop(), given | {"out": out, "dout": dout} | names)
     inputs = tuple([*leaves] + ([real] if lengths else []))
-    replay.record(prepared, call, inputs, args, out, lse)
+    replay.record(prepared, call, inputs, args, out, lse, recorder)
     assert len(native.calls) == 1
     if lengths:
         assert native.calls.run(*call) is None
@@ -206,6 +150,7 @@ def check(
         assert [x.stride() for x in found] == [x.stride() for x in wanted]
     assert {"dquery", "dkey", "dvalue"} <= {at for at, *_ in launched[4]} | set(launched[5])
     assert not seen
+    return [weakref.ref(x) for x in (*leaves, *split, out, lse, made, dout, *found, *gradients)]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
@@ -236,6 +181,14 @@ def test_the_plan_of_backward_is_found_by_cpp_alone(seen, monkeypatch):
 
     check(seen, long.LONG, long_launchers.forward, counted, 130, False, False, monkeypatch)
     assert len(calls) == 2  # once for the comparison
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_nothing_that_is_recorded_holds_a_tensor(seen, packed, monkeypatch):
+    alive = check(seen, long.LONG, long_launchers.forward, long_launchers.backward, 197, True, packed, monkeypatch, 0.2)
+    gc.collect()
+    assert len(native.calls) == 1
+    assert not [x for x in alive if x() is not None]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])

@@ -122,6 +122,15 @@ def again(call, leaves):
             assert torch.equal(call(), first)
 
 
+@pytest.mark.parametrize(("backend", "length"), [("short", 64), pytest.param("long", 197, marks=pytest.mark.sm90)])
+def test_tensors_in_one_memory(backend, length, calls):
+    """Launches are known by addresses: a call of one tensor for keys and values is of another kind than that of two."""
+    query, key, value = tensors(length)
+    for count, given in enumerate(((query, key, key), (query, key, value), (query, query, query)), 1):
+        again(lambda given=given: saccade.attention(*given, backend=backend), list({id(x): x for x in given}.values()))
+        assert len(calls) == 2 * count  # with a gradient and without
+
+
 @pytest.mark.sm90
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("length", "dim"), [(128, 64), (100, 128), (128, 32)])

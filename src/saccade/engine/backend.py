@@ -37,8 +37,7 @@ class Backend:
     `is_reference`: it defines the meaning of the operation; it is slow and takes O(Tq * Tk) memory.
     `is_torch`: it computes by torch's operations alone, so it runs while saccade is disabled.
     `form` gives the kernels and configurations that run a call, made by the function that its launchers ask; `explain` prints it.
-    `describe_launches` and `describe_backward` describe the launches of a call that Python made, so that C++ can replay it; None
-        where it cannot.
+    `replays`: C++ may replay its launches, which are noted while Python makes them (`saccade.native.recording`).
     `limits` says up to which sizes a batch of packed tokens is one launch, as `saccade.native` checks it.
     `takes_as_it_is` says whether torch's function may be called with the tensors unchanged.
     A backend has either `attend` (plain torch, differentiated by torch) or `launchers` (imported at first use).
@@ -58,8 +57,7 @@ class Backend:
     form: Callable[[Any], Any] | None = None
     by_name_only: Callable[[Any], str] = lambda problem: ""
     rule: Callable[[Any], Rule | None] = lambda problem: None
-    describe_launches: Callable[..., Any] | None = None
-    describe_backward: Callable[..., Any] | None = None
+    replays: bool = False
     limits: Callable[[Any], tuple[int, int, int, bool]] | None = None
     takes_as_it_is: Callable[[Any], bool] = lambda args: False
 

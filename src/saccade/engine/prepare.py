@@ -28,17 +28,19 @@ class Prepared:
     """A described call and the backend that runs it, as its plan says.
 
     op_name: the backend as ops name it, with "auto:" before its name where another may take its place.
-    recorded: whether C++ has the launches of the call (`saccade.native`).
+    recorded: the kinds of the call of which C++ was told the launches (`saccade.native`). refused: it cannot replay them.
     launches: what the launchers of the backend have worked out for calls of this signature. Each entry is keyed by whatever else
         it depends on (the alignment of addresses, the layout of an incoming gradient).
     """
 
-    __slots__ = ("backend", "launches", "op_name", "problem", "recorded")
+    __slots__ = ("backend", "launches", "op_name", "problem", "recorded", "refused")
 
     def __init__(self, plan: Plan):
         # read at every call that Python makes, hence fields of their own
         self.problem, self.backend, self.op_name = plan.problem, plan.backend, plan.op_name
-        self.launches, self.recorded = LaunchCache(), False
+        self.launches = LaunchCache()
+        self.recorded: set[Any] = set()
+        self.refused = False
 
 
 class Part(NamedTuple):

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from saccade import native
 from saccade.engine.arguments import check_tensors
-from saccade.engine.calls import autocast, cast, draw_seed, split_mask, uncast
-from saccade.engine.first_order import applied
+from saccade.engine.calls import autocast, cast, draw_seed, split_mask
 from saccade.engine.layout import unpack
 from saccade.engine.lengths import checked_lengths
-from saccade.engine.prepare import Prepared, traced
+from saccade.engine.prepare import Prepared
 from saccade.engine.sharded import BHTD, Dims, call_on_shards, is_dtensor, placed
 from saccade.engine.window import check_window, ends_of
 from saccade.errors import InvalidArgument
@@ -33,7 +32,7 @@ from saccade.exact.problem import (
     in_one_batch,
     with_key_mask,
 )
-from saccade.exact.replay import record
+from saccade.exact.replay import begin, record
 from saccade.exact.varlen.nested import attention_nested
 
 _PLACED = placed(AttentionCall)
@@ -204,19 +203,13 @@ def attention(
         query, key, value = broadcast(query, key, value, enable_gqa)
         return attention(**AttentionCall(*call)._replace(query=query, key=key, value=value)._asdict())
     args = _args_of(prepared, query, key, value, attn_mask, lengths, key_mask)
-    problem, chosen = prepared.problem, prepared.backend
-    if chosen.attend is not None:
-        with uncast(query):
-            out, lse = chosen.attend(args, problem)
-    elif problem.needs_grad:
-        out, lse = applied(OPS.separate, problem, chosen.name, *args, prepared.op_name, chosen.saves_output)
-    else:
-        out, lse = OPS.forward(args, prepared.op_name)
+    problem, recorder = prepared.problem, begin(prepared, call)
+    out, lse = OPS.run(prepared, args, None, recorder)
     if problem.windows:
         out, lse = by_window(problem, out), None if lse is None else by_window(problem, lse)
-    if query.is_cuda and not prepared.recorded and not traced():
+    if recorder is not None:
         tensors = (query, key, value, attn_mask, lengths)
-        record(prepared, call, tuple([x for x in tensors if x is not None]), args, out, lse)
+        record(prepared, call, tuple([x for x in tensors if x is not None]), args, out, lse, recorder)
     return (out, lse) if problem.return_lse and lse is not None else out
 
 
@@ -338,18 +331,12 @@ def attention_qkvpacked(
     prepared = prepare_attention((query, key, value, *call[1:5], False, *call[5:7], None, *call[7:]), True)
     assert prepared is not None, "query, key and value of one packed tensor have one shape"
     args = _args_of(prepared, query, key, value, attn_mask, lengths)
-    problem, chosen = prepared.problem, prepared.backend
-    if chosen.attend is not None:
-        with uncast(query):
-            out, lse = chosen.attend(args, problem)
-    elif problem.needs_grad:
-        out, lse = applied(OPS.packed, problem, chosen.name, qkv, *args[3:], prepared.op_name, chosen.saves_output)
-    else:
-        out, lse = OPS.forward(args, prepared.op_name)
-    if qkv.is_cuda and not prepared.recorded and not traced():
-        record(prepared, call, tuple([x for x in (qkv, attn_mask, lengths) if x is not None]), args, out, lse)
+    recorder = begin(prepared, call)
+    out, lse = OPS.run(prepared, args, qkv, recorder)
+    if recorder is not None:
+        record(prepared, call, tuple([x for x in (qkv, attn_mask, lengths) if x is not None]), args, out, lse, recorder)
     out = out.transpose(1, 2)
-    return (out, lse) if problem.return_lse and lse is not None else out
+    return (out, lse) if prepared.problem.return_lse and lse is not None else out
 
 
 def _attention_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:

@@ -10,14 +10,8 @@ from saccade.exact.op_replay import OpReplay, same_layouts
 from saccade.exact.ops import Ops
 from saccade.exact.reference import attend
 
-_NAMES = AttentionArgs._fields
-_FORWARD = OpReplay(lambda given: (*given, "forward"), _NAMES, ("out", "lse"), same_layouts)
-_BACKWARD = OpReplay(
-    lambda given: (*given, "backward"),
-    ("dout", "dlse", "out", "lse", *_NAMES),
-    ("dquery", "dkey", "dvalue", "none", "scratch"),
-    same_layouts,
-)
+_FORWARD = OpReplay(lambda given: (*given, "forward"), same_layouts)
+_BACKWARD = OpReplay(lambda given: (*given, "backward"), same_layouts)
 
 OPS = Ops(
     "attention", ("Attention", "AttentionPacked"), AttentionArgs, BACKENDS, HEADS,

@@ -15,15 +15,18 @@ from torch import Tensor
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.by_torch import reference_launchers
+from saccade.engine.calls import uncast
+from saccade.engine.first_order import applied
 from saccade.engine.flops import by_pairs
 from saccade.engine.gradient import function
 from saccade.engine.layout import Rows
 from saccade.engine.namespace import fragment
+from saccade.engine.prepare import Prepared
 from saccade.engine.record import Fields
 from saccade.engine.tracing import eager, register
 from saccade.exact import op_replay
 from saccade.exact.op_replay import OpReplay
-from saccade.launch.cache import LaunchCache
+from saccade.native.recording import Recorder
 
 _BEFORE = ("dout", "dlse", "out", "lse")  # what ops of backward take first
 
@@ -58,7 +61,6 @@ class Ops:
         self.name, self.rows, self.shapes = name, rows, shapes
         self.fields = fields = Fields(record)
         self.record, self.tensors, self.count, self.plain = fields.record, fields.tensors, fields.count, fields.plain
-        self.keeps_launches = "launches" in fields.names
         self.replay_forward, self.replay_backward = replays
         self.by_name = {backend.name: backend for backend in backends}
         reference = reference_launchers(attend, rows)
@@ -95,6 +97,24 @@ class Ops:
         return Launchers(forward, backward)
 
     # --- the calls of the public function
+
+    def run(self, prepared: Prepared, args: Any, qkv: Tensor | None, recorder: Recorder | None) -> tuple[Tensor, Tensor | None]:
+        """(out, lse) of a prepared call, whose query, key and value may be views of `qkv`. recorder: is told of the launches."""
+        if recorder is not None:
+            with recorder:
+                return self.run(prepared, args, qkv, None)
+        problem, chosen = prepared.problem, prepared.backend
+        if chosen.attend is not None:
+            with uncast(args.query):
+                return chosen.attend(args, problem)
+        if not problem.needs_grad:
+            return self.forward(args, prepared.op_name)
+        given = args[: self.fields.whole]
+        for i, j in self.fields.same:
+            if given[i] is given[j]:  # one tensor is saved once
+                given = (*given[:i], None, *given[i + 1 :])
+        function, rows = (self.separate, given[:3]) if qkv is None else (self.packed, (qkv,))
+        return applied(function, problem, chosen.name, *rows, *given[3:], prepared.op_name, chosen.saves_output)
 
     def forward(self, args: Any, backend: str) -> tuple[Tensor, Tensor]:
         """(out, lse) of a backend with its own kernels; called through the op if the call is traced or otherwise observed."""
@@ -154,11 +174,8 @@ class Ops:
         if found is not None:
             return found
         arguments, (backend,) = self._apart(given, 1)
-        args, is_recorded = self._args(arguments, call)
-        results = self.launchers(backend).forward(args)
-        if is_recorded:
-            self._record_forward(backend, args, call, results)
-        return results
+        args = self.record(*arguments)
+        return self._made(self.replay_forward, call, backend, args, lambda: self.launchers(backend).forward(args))
 
     def _backward(self, *given):
         call = self.replay_backward.call(given) if len(given) == self.plain + 6 else None
@@ -167,12 +184,13 @@ class Ops:
             return found
         dout, dlse, out, lse = given[:4]
         arguments, (bias_grad, backend) = self._apart(given[4:], 2)
-        args, is_recorded = self._args(arguments, call)
-        dq, dk, dv, dbias = self.launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=None)
-        results = dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
-        if is_recorded:
-            self._record_backward(backend, args, call, given, results)
-        return results
+        args = self.record(*arguments)
+
+        def make() -> tuple[Tensor, ...]:
+            dq, dk, dv, dbias = self.launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=None)
+            return dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
+
+        return self._made(self.replay_backward, None if bias_grad or dlse is not None else call, backend, args, make)
 
     def _packed_backward(self, dout, dlse, out, lse, qkv, *call):
         arguments, (bias_grad, backend) = self._apart((*self.rows.unpack(qkv), *call), 2)
@@ -186,25 +204,12 @@ class Ops:
         behind = self.plain + own
         return (*given[: self.plain], *given[behind:]), given[self.plain : behind]
 
-    def _args(self, arguments: tuple, call: tuple | None) -> tuple[Any, bool]:
-        """The record of a call, and whether it is to be described to C++; launchers then note in it what they work out."""
-        is_recorded = call is not None and op_replay.may_record(call, arguments[0])
-        if is_recorded and self.keeps_launches:
-            return self.record(*arguments, launches=LaunchCache()), True
-        return self.record(*arguments), is_recorded
-
-    def _record_forward(self, backend: str, args: Any, call: Any, results: Any) -> None:
-        chosen, planned = self.by_name[backend.rpartition(":")[2]], None
-        if chosen.describe_launches is not None and op_replay.ran(chosen, *self.shapes(args)):
-            planned = chosen.describe_launches(args, *results, self.replay_forward.places(call))
-        op_replay.record(self.replay_forward, call, results, chosen, args, planned)
-
-    def _record_backward(self, backend: str, args: Any, call: Any, given: tuple, results: Any) -> None:
-        chosen, planned = self.by_name[backend.rpartition(":")[2]], None
-        dout, dlse, out, lse, bias_grad = *given[:4], given[4 + self.plain]
-        if chosen.describe_backward is not None and dlse is None and not bias_grad and op_replay.ran(chosen, *self.shapes(args)):
-            planned = chosen.describe_backward(args, dout, out, lse, results[:3], self.replay_backward.places(call))
-        op_replay.record(self.replay_backward, call, results, chosen, args, planned)
+    def _made(self, replay: OpReplay, call: Any, backend: str, args: Any, make: Callable[[], Any]) -> Any:
+        """The results of an op that Python computes; call: as C++ looks it up, None if it does not."""
+        chosen = self.by_name.get(backend.rpartition(":")[2])
+        if call is None or chosen is None or not chosen.replays or not op_replay.may_record(call, args.query):
+            return make()
+        return op_replay.recorded(replay.layouts, call, chosen, args, make)
 
     def _fake_forward(self, *given):
         args = self.record(*self._apart(given, 1)[0])

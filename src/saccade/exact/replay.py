@@ -15,73 +15,79 @@ from saccade.engine.problem import replayable
 from saccade.exact.args import AttentionArgs
 from saccade.exact.op import OPS
 from saccade.exact.problem import by_window, in_one_batch
-from saccade.exact.slots import Backward, numbers_of, slots, third_of
+from saccade.exact.recorded import Backward, begin_recording, numbers_of
+from saccade.native.recording import Recorder
+
+
+def begin(prepared: Prepared, call: tuple) -> Recorder | None:
+    """A recorder for a call of which C++ is to be told: once for each kind of calls that it tells apart."""
+    return None if prepared.refused or not call[0].is_cuda or prepare.traced() else begin_recording(prepared, call)
 
 
 def record(
-    prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs, out: Tensor, lse: Tensor | None
+    prepared: Prepared,
+    call: tuple,
+    inputs: tuple[Tensor, ...],
+    args: AttentionArgs,
+    out: Tensor,
+    lse: Tensor | None,
+    recorder: Recorder,
 ) -> None:
-    """Describe a call that Python has made to C++, once per prepared call.
+    """Describe a call that Python has made to C++.
 
     call: all arguments of the public function, in their order. inputs: the tensors among them, query, key and value or one packed
         tensor, then the mask or bias if there is one, then the lengths.
     """
-    if native.calls is None:
-        native.start(prepare.forget)
-        return
-    prepared.recorded = True
-    problem, chosen = prepared.problem, prepared.backend
-    if not replayable(problem) or (inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    if chosen.own_dropout and args.lengths is None:
-        _record_torch(prepared, call, inputs, args)
-    elif chosen.describe_launches is not None and lse is not None and (args.bias is None or not shares_memory(args.bias)):
-        _record_ours(prepared, call, inputs, args, out, lse)
+    problem, chosen, told = prepared.problem, prepared.backend, False
+    prepared.recorded.add(native.calls.key(call))
+    if replayable(problem) and chosen.own_dropout and args.lengths is None:
+        told = _record_torch(prepared, call, inputs, args)
+    elif replayable(problem) and chosen.replays and lse is not None and (args.bias is None or not shares_memory(args.bias)):
+        told = _record_ours(prepared, call, inputs, args, out, lse, recorder)
+    prepared.refused = not told
 
 
-def _record_torch(prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs) -> None:
-    """Describe a call that torch's own function computes."""
+def _record_torch(prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs) -> bool:
+    """Describe a call that torch's own function computes; whether C++ can replay it."""
     problem, added = prepared.problem, args.mask if args.bias is None else args.bias
     grouped = problem.heads != problem.kv_heads
     if inputs[0].dim() == 5 or not prepared.backend.takes_as_it_is(args) or (grouped and added is not None):
-        return
+        return False
     seen = hidden = None
     if args.mask is not None:
         seen, hidden = (torch.tensor(x, dtype=args.query.dtype, device=args.query.device) for x in (0.0, float("-inf")))
     native.calls.remember_torch(call, float(problem.dropout_p), problem.is_causal, problem.scale, grouped, seen, hidden)
+    return True
 
 
 def _record_ours(
-    prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs, out: Tensor, lse: Tensor
-) -> None:
-    """Describe a call that one launch of our own kernel computes."""
+    prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs, out: Tensor, lse: Tensor, recorder: Recorder
+) -> bool:
+    """Describe a call that our own kernels compute; whether C++ can replay it."""
     problem, chosen = prepared.problem, prepared.backend
-    assert chosen.describe_launches is not None
-    if problem.windows and any(x.data_ptr() != given.data_ptr() for x, given in zip(args[:3], inputs[:3], strict=True)):
-        return  # images and windows were copied to be one batch, but C++ launches with the tensors as they are given
-    packed, drops = problem.packed, args.seed is not None
+    packed, seed = problem.packed, () if args.seed is None else (args.seed,)
     # what the kernel took in the place of what was given: lengths of another dtype as int32, of an expanded mask one row
     wide = args.lengths is not None and args.lengths is not inputs[-1]
     mask = 1 if packed else 3
     expanded = mask if args.mask is not None and args.mask is not inputs[mask] else -1
     taken = [x for x in (args.mask, args.bias, args.lengths) if x is not None]
     inputs, given = (*inputs[: len(inputs) - len(taken)], *taken), inputs
+    forward = recorder.planned((*inputs, out, lse, *seed), len(inputs), len(inputs))
+    if forward is None:
+        return False
     added = [name for name in ("mask", "bias", "lengths") if getattr(args, name) is not None]
     names = (*(("qkv",) if packed else ("query", "key", "value")), *added)
-    places = slots((*names, "out", "lse", *["seed"] * drops), third_of(inputs[0]) if packed else 0)
-    forward = chosen.describe_launches(args, out, lse, places)
-    if forward is None:
-        return
     empty = [_like(x, packed) for x in (inputs[:1] if packed else args[:3])] if problem.needs_grad else []
     if problem.bias_grad and args.bias is not None:
         empty.append(torch.empty(args.bias.shape, dtype=args.bias.dtype, device="meta"))
     if problem.windows:
         empty = [by_window(problem, x) for x in empty[:3]] + [x.view(given[3].shape) for x in empty[3:]]
     lengths = -1 if args.lengths is None else len(inputs) - 1
-    form = (packed, chosen.saves_output, drops, lengths, problem.kv_len, wide, expanded)
+    form = (packed, chosen.saves_output, bool(seed), lengths, problem.kv_len, wide, expanded)
     folds = (_in_one_batch, lambda rows: tuple([by_window(problem, x) for x in rows])) if problem.windows else (dict, tuple)
-    backward = Backward(OPS, prepared, native.calls.key(call), names, drops, numbers_of(OPS, args), (), *folds)
+    backward = Backward(OPS, prepared, native.calls.key(call), names, bool(seed), numbers_of(OPS, args), (), *folds)
     native.calls.remember(call, out.transpose(1, 2) if packed else out, lse, forward, empty, backward, form)
+    return True
 
 
 def _like(tensor: Tensor, packed: bool) -> Tensor:

@@ -12,10 +12,11 @@ from saccade.env import interpreting_triton
 from saccade.errors import CompileError
 from saccade.hardware import arch_of
 from saccade.nvrtc import loading_allowed
+from saccade.recorder import ACTIVE
 
 # launches remembered; only a stream of ever new shapes reaches it
 _LIMIT = 4096
-_runners: dict[tuple, tuple[Any, Any]] = {}
+_runners: dict[tuple, tuple[Any, Any, Any]] = {}
 
 
 def launch(kernel: Any, programs: int | tuple[int, int], tensors: Sequence[Tensor], numbers: tuple, **options: Any) -> None:
@@ -43,68 +44,82 @@ def _launch(kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor], 
     aligned = tuple([a % 16 == 0 for a in addresses])
     # keyed by the id of the kernel: its own hash is that of its source, computed in Python at every lookup
     key = (id(kernel), grid, numbers, tuple(options.items()), tuple([t.dtype for t in tensors]), aligned, tensors[0].device.index)
-    runner = _runners.get(key)
-    if runner is not None:
-        runner[0](*addresses, *numbers)
-        return
-    compiled = first_launch(kernel, grid, (*tensors, *numbers), options)
-    if not interpreting_triton():
-        if len(_runners) >= _LIMIT:
-            _runners.clear()
-        # bound to the kernel and the grid; looks up the current stream at each call. The kernel is kept so that no other gets its
-        # id
-        _runners[key] = compiled[grid], kernel
+    found = _runners.get(key)
+    if found is not None:
+        found[0](*addresses, *numbers)
+    else:
+        compiled = first_launch(kernel, grid, (*tensors, *numbers), options)
+        if interpreting_triton():
+            return
+        # bound to the kernel and the grid; looks up the current stream at each call
+        found = _remember(key, compiled[grid], compiled, kernel)
+    if ACTIVE.recorder is not None:
+        ACTIVE.recorder.triton(found[1], grid, tensors, (*addresses, *numbers))
+
+
+def _remember(key: tuple, runner: Any, compiled: Any, kernel: Any) -> tuple[Any, Any, Any]:
+    """The kernel is kept so that no other gets its id."""
+    if len(_runners) >= _LIMIT:
+        _runners.clear()
+    return _runners.setdefault(key, (runner, compiled, kernel))
 
 
 def launch_any(
-    kernel: Any, programs: int, tensors: Sequence[Tensor], varying: tuple[int, ...], numbers: tuple, **options: Any
+    kernel: Any,
+    programs: int,
+    tensors: Sequence[Tensor],
+    varying: tuple[int, ...],
+    numbers: tuple,
+    follows: tuple[int, int, int] | None = None,
+    **options: Any,
 ) -> None:
     """`launch` for numbers that change from call to call, as the tokens of a ragged batch do: `varying` comes between tensors and numbers.
 
     The kernel names them in `do_not_specialize`, so that one binary serves all of their values below 2^31; the number of programs is free too.
+    follows: for a recorder, how the programs follow from such numbers.
     """
     options.setdefault("enable_fp_fusion", True)
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _launch_any(kernel, programs, tensors, varying, numbers, options)
+            _launch_any(kernel, (programs, 1, 1), tensors, varying, numbers, follows, options)
     else:
-        _launch_any(kernel, programs, tensors, varying, numbers, options)
+        _launch_any(kernel, (programs, 1, 1), tensors, varying, numbers, follows, options)
 
 
 def _launch_any(
-    kernel: Any, programs: int, tensors: Sequence[Tensor], varying: tuple[int, ...], numbers: tuple, options: dict[str, Any]
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: Sequence[Tensor],
+    varying: tuple[int, ...],
+    numbers: tuple,
+    follows: tuple[int, int, int] | None,
+    options: dict[str, Any],
 ) -> None:
-    grid = (programs, 1, 1)
     addresses = [t.data_ptr() for t in tensors]
-    key = _key_of_any(kernel, tensors, addresses, numbers, options)
+    aligned = tuple([a % 16 == 0 for a in addresses])
+    dtypes = tuple([t.dtype for t in tensors])
+    key = (id(kernel), "any", numbers, tuple(options.items()), dtypes, aligned, tensors[0].device.index)
     found = _runners.get(key)
     if found is not None:
-        found[0][grid](*addresses, *varying, *numbers)
-        return
+        found[1][grid](*addresses, *varying, *numbers)
+    else:
+        _check_free(kernel, len(tensors), len(varying))
+        # plain ints: a recorder's are of a type that Triton does not know
+        compiled = first_launch(kernel, grid, (*tensors, *map(int, varying), *numbers), options)
+        if interpreting_triton():
+            return
+        found = _remember(key, None, compiled, kernel)
+    if ACTIVE.recorder is not None:
+        ACTIVE.recorder.triton_any(found[1], follows, tensors, addresses, varying, numbers)
+
+
+def _check_free(kernel: Any, first: int, count: int) -> None:
+    """Parameters that take numbers of each call must not be compiled for their values."""
     if not interpreting_triton():
         free = [p.name for p in kernel.params if p.do_not_specialize]
-        named = [p.name for p in kernel.params[len(tensors) : len(tensors) + len(varying)]]
+        named = [p.name for p in kernel.params[first : first + count]]
         assert set(named) <= set(free), f"{kernel.__name__} is compiled for the values of {sorted(set(named) - set(free))}"
-    compiled = first_launch(kernel, grid, (*tensors, *varying, *numbers), options)
-    if not interpreting_triton():
-        if len(_runners) >= _LIMIT:
-            _runners.clear()
-        _runners[key] = compiled, kernel
-
-
-def _key_of_any(kernel: Any, tensors: Sequence[Tensor], addresses: list[int], numbers: tuple, options: dict[str, Any]) -> tuple:
-    aligned = tuple([a % 16 == 0 for a in addresses])
-    return (
-        id(kernel), "any", numbers, tuple(options.items()), tuple([t.dtype for t in tensors]), aligned, tensors[0].device.index
-    )  # fmt: skip
-
-
-def compiled_any(kernel: Any, tensors: Sequence[Tensor], numbers: tuple, **options: Any) -> Any:
-    """The compiled kernel that `launch_any` ran for such a call; None before."""
-    options.setdefault("enable_fp_fusion", True)
-    found = _runners.get(_key_of_any(kernel, tensors, [t.data_ptr() for t in tensors], numbers, options))
-    return None if found is None else found[0]
 
 
 def first_launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, options: dict[str, Any]) -> Any:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from saccade.native.described import MOST_ARGUMENTS, MOST_MAPS, Described, Moved, Place
+from saccade.native.described import ADDRESS, FIXED, MOST_ARGUMENTS, MOST_MAPS, Described, Moved, Number
 
 
-def describe(bound: Any, moved: tuple[Moved, ...], pointers: tuple[Place, ...]) -> Described | None:
-    """The launch; None for one that needs more than a plain launch.
+def describe(bound: Any, pointers: Sequence[int], maps: Sequence[tuple]) -> Described | None:
+    """The launch, with addresses in the place of tensors; None for one that needs more than a plain launch.
 
-    moved, pointers: in the order of the kernel.
+    pointers: addresses, and a `Number` in the place of a pointer. maps: (address, sizes, strides, box) of each.
     """
     numbers = bound.numbers
-    if bound.dependent or len(moved) > MOST_MAPS or len(pointers) + len(numbers) > MOST_ARGUMENTS:
+    if bound.dependent or len(maps) > MOST_MAPS or len(pointers) + len(numbers) > MOST_ARGUMENTS:
         return None
     grid, block = (x if isinstance(x, tuple) else (x,) for x in (bound.shape.grid, bound.shape.block))
     if len(block) > 1:
         return None
-    slots = (*[slot for slot, _ in pointers], *[-1] * len(numbers))
-    values = (*[value for _, value in pointers], *numbers)
-    return Described(bound.function, (*grid, 1, 1)[:3], block[0], bound.shape.shared_bytes, slots, values, moved)
+    moved = tuple([Moved(ADDRESS, at, tuple(map(_size, sizes)), strides, box) for at, sizes, strides, box in maps])
+    slots = [x.slot if isinstance(x, Number) else ADDRESS for x in pointers] + [FIXED] * len(numbers)
+    values = [0 if slot < FIXED else int(x) for x, slot in zip((*pointers, *numbers), slots, strict=True)]
+    return Described(bound.function, (*grid, 1, 1)[:3], block[0], bound.shape.shared_bytes, tuple(slots), tuple(values), moved)
+
+
+def _size(size: int) -> int:
+    return size.slot if isinstance(size, Number) and size.slot < FIXED else int(size)

@@ -6,38 +6,30 @@ from typing import NamedTuple
 
 MOST_ARGUMENTS, MOST_MAPS = 96, 8
 
-# The tensor of an argument: its slot among all tensors of a call, and an offset in bytes. In slot -1 the second is a number itself.
+# The tensor of an argument: its slot among all tensors of a call, and an offset in bytes. In slot FIXED the second is a number itself.
 Place = tuple[int, int]
+FIXED = -1
+# Slots of numbers of a ragged call that change from batch to batch: tokens of q and of k, sequences, the longest of q and of k, 16 times the
+# sequences, and the halvings of the sequences that leave none
+QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES, HALVINGS = range(-2, -9, -1)
+# of an address whose tensor is not known yet
+ADDRESS = 1 << 20
 
 
-def places_of(places: dict[str, Place], *names: str) -> tuple[Place, ...]:
-    """The places of those tensors that a call has."""
-    return tuple([places[name] for name in names if name in places])
+class Number(int):
+    """A number among the arguments of a launch, and its slot."""
 
+    slot: int
 
-def in_one_tensor(places: dict[str, Place]) -> bool:
-    """Whether the gradients of query, key and value are views of one tensor."""
-    return places["dquery"][0] == places["dkey"][0]
-
-
-class Free(NamedTuple):
-    """A number of a ragged call that changes from batch to batch, in place of a number: tokens of q and of k, sequences, the longest of q and of k,
-    16 times the sequences, and the halvings of the sequences that leave none."""
-
-    number: int
-
-    @property
-    def slot(self) -> int:
-        """As C++ is told of it, in place of the slot of a tensor."""
-        return -2 - self.number
-
-
-QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES, HALVINGS = map(Free, range(7))
+    def __new__(cls, value: int, slot: int) -> Number:
+        made = super().__new__(cls, value)
+        made.slot = slot
+        return made
 
 
 class Moved(NamedTuple):
     """A tensor that the copy engine moves (see `saccade.nvrtc.tensor_map`): where it lies, its elements, bytes between neighbours, and the box of
-    a copy. In place of a size may stand the slot of a `Free` number, which is below -1."""
+    a copy. In place of a size may stand the slot of a number that changes, which is below FIXED."""
 
     slot: int
     offset: int
@@ -47,7 +39,8 @@ class Moved(NamedTuple):
 
 
 class Described(NamedTuple):
-    """One launch. The kernel takes the moved tensors first, then an argument for each slot and value (see `Place`, and `Free` for slots below -1).
+    """One launch. The kernel takes the moved tensors first, then an argument for each slot and value (see `Place`; the value of a number that
+    changes is added to it).
 
     per_sequence: of a ragged call, as many blocks times its sequences are enough; 0 if the grid says how many.
     tile: of a ragged call, the grid is of each `tile` tokens of q; 0 if it is of the whole call.

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from saccade.native.described import MOST_ARGUMENTS, Described, Free, Place
+from saccade.native.described import ADDRESS, FIXED, MOST_ARGUMENTS, Described, Number
 
 # Triton's name of a number's type -> its format for `struct`
 _FORMATS = {
@@ -15,47 +15,45 @@ _FORMATS = {
 
 
 def describe(
-    compiled: Any, programs: int, places: tuple[Place, ...], static: tuple, per_sequence: int = 0, tile: int = 0
+    compiled: Any, grid: tuple[int, int, int], arguments: tuple, per_sequence: int = 0, tile: int = 0
 ) -> Described | None:
-    """The launch of a kernel; None for a kernel that needs more than a plain one.
+    """The launch of a kernel, with addresses in the place of tensors; None for a kernel that needs more than a plain one.
 
-    places: of each tensor argument, in order. static: the arguments after the tensors. per_sequence: see `Described`, of which `programs` are the
-        most then. tile: see `Described`.
+    arguments: addresses and numbers, as the kernel takes them. per_sequence: see `Described`, of which the grid is the most then. tile: see
+        `Described`.
     """
     metadata = compiled.metadata
     special = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
     if getattr(metadata, "num_ctas", 1) != 1 or any(getattr(metadata, name, 0) for name in special):
         return None
-    arguments = list(_flat(tuple(compiled.src.signature.values()), (*places, *static)))
     slots, values, sizes = [], [], []
-    for kind, value in arguments:
+    for kind, value in _flat(tuple(compiled.src.signature.values()), arguments):
         if kind == "constexpr":
             continue
         if kind.startswith("*"):
-            slot, offset = value
-            slots.append(slot)
-            values.append(offset)
+            slots.append(ADDRESS)
+            values.append(value)
             sizes.append(8)
             continue
         if kind not in _FORMATS:
             return None
-        free = isinstance(value, Free)
-        packed = struct.pack(_FORMATS[kind], 0 if free else value)
-        slots.append(value.slot if free else -1)
+        slot = value.slot if isinstance(value, Number) else FIXED
+        packed = struct.pack(_FORMATS[kind], 0 if slot < FIXED else value)
+        slots.append(slot)
         values.append(int.from_bytes(packed.ljust(8, b"\0"), "little", signed=True))
         sizes.append(len(packed))
     behind = _behind(compiled.function, sizes)
     if behind is None or len(slots) + behind > MOST_ARGUMENTS:
         return None
-    slots += [-1] * behind
+    slots += [FIXED] * behind
     values += [0] * behind
     return Described(
-        compiled.function, (programs, 1, 1), 32 * metadata.num_warps, metadata.shared, tuple(slots), tuple(values), (), per_sequence, tile
-    )  # fmt: skip
+        compiled.function, grid, 32 * metadata.num_warps, metadata.shared, tuple(slots), tuple(values), (), per_sequence, tile
+    )
 
 
 def _flat(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
-    """Pairs of a kind and a value; tuples of arguments are flattened, except the (slot, offset) of a pointer."""
+    """Pairs of a kind and a value; tuples of arguments are flattened."""
     for kind, value in zip(kinds, values, strict=True):
         if isinstance(kind, tuple):
             yield from _flat(kind, value)

@@ -18,7 +18,8 @@ from saccade.nvrtc.capture import loading_allowed
 from saccade.nvrtc.compiler import Options, compile_cubin
 from saccade.nvrtc.declared import parameters_of
 from saccade.nvrtc.source import Source
-from saccade.nvrtc.tensor_map import TensorMap, as_map
+from saccade.nvrtc.tensor_map import TensorMap, as_map, tensor_map
+from saccade.recorder import ACTIVE
 
 # dynamic shared memory, in bytes, above which a kernel must opt in: 48 KiB need no request, less the static shared memory of the
 # kernel
@@ -132,6 +133,8 @@ class Launch:
         for i in reversed(self._maps):
             del given[i]
         on_current_stream(self._kernel.device_index, self._enqueue, given, maps)
+        if ACTIVE.recorder is not None:
+            ACTIVE.recorder.refused = True  # C++ replays a `Bound` alone
 
     def bind(self, numbers: Mapping[str, Any], dependent: bool = False) -> Bound:
         """The same launch with all but the pointers, and the tensor maps ahead of them, fixed by name. Calls pass these maps and all
@@ -145,8 +148,8 @@ class Launch:
     def _enqueue(self, stream: int, given: list[Any], maps: list[TensorMap]) -> None:
         with self._lock:
             self._parameters.write(self._memory, given)
-            for i, tensor_map in zip(self._maps, maps, strict=True):
-                self._places[i] = tensor_map.address
+            for i, one in zip(self._maps, maps, strict=True):
+                self._places[i] = one.address
             self._config.hStream = self._as_stream(stream)
             (status,) = self._launch(self._config, self._function, ctypes.addressof(self._places), 0)
         if status is not self._success:
@@ -189,13 +192,16 @@ class Bound:
         """The bytes of each bound number, as a whole number of eight bytes."""
         return tuple([int.from_bytes(bytes(n).ljust(8, b"\0"), "little", signed=True) for n in self._numbers])
 
-    def __call__(self, *pointers: int, maps: Sequence[TensorMap] = ()) -> None:
-        """Enqueue the kernel on torch's current stream of its device. The caller keeps the tensors alive until it is enqueued."""
+    def __call__(self, *pointers: int, maps: Sequence[tuple] = ()) -> None:
+        """Enqueue the kernel on torch's current stream of its device. The caller keeps the tensors alive until it is enqueued. maps: the arguments of
+        `tensor_map` for each."""
         if len(pointers) != self._count or len(maps) != self._maps:
             raise InvalidArgument(
                 f"kernel {self._name} takes {self._maps} maps and {self._count} pointers, got {len(maps)} and {len(pointers)}"
             )
-        on_current_stream(self._index, self.enqueue, pointers, maps)
+        on_current_stream(self._index, self.enqueue, pointers, [tensor_map(*given) for given in maps])
+        if ACTIVE.recorder is not None:
+            ACTIVE.recorder.cuda(self, pointers, maps)
 
     def enqueue(self, stream: int, pointers: tuple[int, ...], maps: Sequence[TensorMap] = ()) -> None:
         """The same on a stream given by its address, with the device's context already current (see `on_current_stream`); for one

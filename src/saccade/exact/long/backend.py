@@ -5,8 +5,6 @@ The family `ragged` runs the same kernels for packed sequences.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from saccade.engine.arguments import is_normal_scale
@@ -197,18 +195,6 @@ def _load() -> Launchers:
     return Launchers(forward, backward)
 
 
-def _describe_forward(*call: Any) -> Any:
-    from saccade.exact.long.native import describe_forward
-
-    return describe_forward(*call)
-
-
-def _describe_backward(*call: Any) -> Any:
-    from saccade.exact.long.native import describe_backward
-
-    return describe_backward(*call)
-
-
 def _describe(problem: Problem) -> str:
     from saccade.exact.long.choice import chunks, kind_of_dense
 
@@ -226,6 +212,5 @@ LONG = Backend(
     saves_output=True,
     form=_describe,
     rule=_rule,
-    describe_launches=_describe_forward,
-    describe_backward=_describe_backward,
+    replays=True,
 )

@@ -16,6 +16,7 @@ from saccade.engine.layout import empty_like_heads, unpack
 from saccade.exact.args import AttentionArgs
 from saccade.exact.long import sm90
 from saccade.exact.varlen.args import of_dense
+from saccade.native.recording import refuse, scratch
 
 
 def _mask_of(args: AttentionArgs) -> Tensor | None:
@@ -36,18 +37,6 @@ def _known(args: AttentionArgs, key: Hashable, *moved: Tensor) -> _Known | None:
     """The known parts of a call if its tensors may be moved as they are. They lie as at the first call, but perhaps at odd addresses."""
     found = None if args.launches is None else args.launches.get(key)
     return None if found is None or any(x.data_ptr() % 16 for x in moved) else found
-
-
-def known_forward(args: AttentionArgs) -> sm90.Plan | None:
-    """The plan of a forward call that was made."""
-    known = _known(args, _FORWARD, *args[:3])
-    return None if known is None else known.plan
-
-
-def known_backward(args: AttentionArgs, dout: Tensor, out: Tensor, lse: Tensor, packed: bool) -> sm90.Plan | None:
-    """The plan of a backward call that was made. packed: its gradients are views of one tensor."""
-    known = _known(args, _backward_key(dout, out, lse, packed), *args[:3], dout, out)
-    return None if known is None else known.plan
 
 
 _FORWARD = "long forward"
@@ -106,7 +95,11 @@ def backward(
         as_it_is = (dout.stride(), out.stride(), lse.stride()) == key[1:4] and all(map(operator.is_, call[:3], args[:3]))
         if args.launches is not None and as_it_is:
             args.launches.remember(key, known)
-    delta = torch.empty_like(lse) if sm90.owns_delta(query.shape[-1]) else _row_sums(dout, out, dlse)
+    if sm90.owns_delta(query.shape[-1]):
+        delta = scratch(lse.shape, lse.dtype, lse.device)
+    else:
+        refuse()  # another kernel's: `auto` counts the host time of these calls as Python's
+        delta = _row_sums(dout, out, dlse)
     mask = _mask_of(args)
     sm90.run_backward(
         known.plan, (query, key_, value, dout, out), _lengths_at(args), dlse, lse, delta, gradients, mask, args.seed

@@ -23,7 +23,9 @@ from saccade.launch.cache import LaunchCache
 from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, CudaLaunch
 from saccade.launch.dropout import survival_inverse, word_threshold
-from saccade.nvrtc import Bound, Options, Source, tensor_map
+from saccade.native.described import FIXED, KEYS, LONGEST_K, LONGEST_Q, QUERIES, SEQUENCES
+from saccade.native.recording import scratch, varying
+from saccade.nvrtc import Bound, Options, Source
 
 _FOLDER = Path(__file__).parent / "cuda"
 ARCHITECTURE = "90a"
@@ -105,9 +107,13 @@ class Moved(NamedTuple):
     box: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Moved:
-        """The stride of an axis of size 1 is never used, but has to be a multiple of 16 bytes."""
-        sizes = tuple(tensor.shape) if tensor.dim() == 4 else (1, tensor.shape[1], tensor.shape[0], tensor.shape[2])
+    def of(cls, tensor: Tensor, tokens: int) -> Moved:
+        """The stride of an axis of size 1 is never used, but has to be a multiple of 16 bytes. tokens: which number its packed rows are."""
+        sizes = (
+            tuple(tensor.shape)
+            if tensor.dim() == 4
+            else (1, tensor.shape[1], *varying(tensor.shape[:1], (tokens,)), tensor.shape[2])
+        )
         strides = tuple([2 * s if n > 1 else 16 for s, n in zip(_strides(tensor), sizes[:3], strict=True)])
         return cls(sizes, strides, (1, 1, 64, 32 if tensor.shape[-1] <= 32 else 64))
 
@@ -115,19 +121,21 @@ class Moved(NamedTuple):
 class Plan(NamedTuple):
     """A launch for tensors of one signature.
 
-    free: its numbers of tokens and sequences, and their strides; with dropout the address of the seed comes behind them. moved: of the tensors
-    that the copy engine moves, in the kernel's order. parked: how many numbers of scratch memory it needs.
+    free: its numbers of tokens and sequences, and their strides; with dropout the address of the seed comes behind them. slots: which of them change
+    from call to call. moved: of the tensors that the copy engine moves, in the kernel's order. parked: how many numbers of scratch memory it needs.
     """
 
     launch: Bound
     free: tuple[int, ...]
+    slots: tuple[int, ...]
     moved: tuple[Moved, ...]
     parked: int = 0
 
     def run(self, tensors: tuple[Tensor, ...], pointers: tuple[int, ...], seed: Tensor | None = None) -> None:
         """Launch with the tensors that are moved, the addresses of the others in the kernel's order, and the seed of dropout."""
-        maps = [tensor_map(x.data_ptr(), *moved) for x, moved in zip(tensors, self.moved, strict=True)]
-        self.launch(*pointers, *self.free, *(() if seed is None else (seed.data_ptr(),)), maps=maps)
+        maps = [(x.data_ptr(), *moved) for x, moved in zip(tensors, self.moved, strict=True)]
+        free = varying(self.free, self.slots)
+        self.launch(*pointers, *free, *(() if seed is None else (seed.data_ptr(),)), maps=maps)
 
 
 _LAUNCHES = LaunchCache()
@@ -170,6 +178,15 @@ def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any]
     )  # fmt: skip
 
 
+# what `_free` finds, and the numbers of parked memory
+_PACKED = (SEQUENCES, QUERIES, KEYS, LONGEST_Q, LONGEST_K, FIXED, QUERIES, FIXED)
+_DENSE = (FIXED,) * len(_PACKED)
+
+
+def _slots(args: VarlenArgs) -> tuple[int, ...]:
+    return _DENSE if args.query.dim() == 4 else _PACKED
+
+
 def _free(args: VarlenArgs) -> tuple[int, ...]:
     """The numbers that change from call to call, so they are passed in the place of pointers."""
     query, key = args.query, args.key
@@ -187,42 +204,46 @@ def offsets_of(args: VarlenArgs, members: Tensor | None, count: Tensor | None) -
     return 0, 0 if args.cu_seqlens_k is None else args.cu_seqlens_k.data_ptr(), 0, 0
 
 
-def plan_forward(args: VarlenArgs, out: Tensor, config: Sm90Config | None = None, *, any_size: bool = False) -> Plan:
-    """The launch of forward calls of a signature. any_size: it serves batches of other sizes too. Raises as `forward`."""
+def plan_forward(args: VarlenArgs, out: Tensor, config: Sm90Config | None = None, longest: int = 0) -> Plan:
+    """The launch of forward calls of a signature. longest: it serves batches of any size, of so many tokens a sequence at most. Raises as `forward`."""
     config = config or CONFIGS["forward", rounded(args.query.shape[-1])]
     free = _free(args)
     work = free[0] * args.query.shape[1] * -(-args.max_q // BLOCK_ROWS)
     most = multiprocessors(args.query.device)
-    grid = most if any_size else max(1, min(-(-work // config.teams), most))
+    grid = most if longest else max(1, min(-(-work // config.teams), most))
     launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * LOG2E}, config)
-    return Plan(launch, free, tuple([Moved.of(x) for x in (*args[:3], out)]))
+    moved = tuple(map(Moved.of, (*args[:3], out), (QUERIES, KEYS, KEYS, QUERIES)))
+    return Plan(launch, free, _slots(args), moved)
 
 
 def plan_backward(
     args: VarlenArgs, dout: Tensor, out: Tensor, gradients: tuple[Tensor, Tensor, Tensor], config: Sm90Config | None = None,
-    *, any_size: bool = False,
+    longest: int = 0,
 ) -> Plan:  # fmt: skip
-    """The launch of backward calls of a signature. any_size: it serves batches of other sizes too, of the lengths in args at most. Raises as `forward`."""
+    """The launch of backward calls of a signature. longest: as of `plan_forward`. Raises as `forward`."""
     head_dim, group = rounded(args.query.shape[-1]), choice.kind_of(args).group
     config = config or CONFIGS["backward", head_dim]
     free = _free(args)
     most = multiprocessors(args.query.device)
-    grid = most if any_size else max(1, min(free[0] * (args.query.shape[1] // group), most))
+    grid = most if longest else max(1, min(free[0] * (args.query.shape[1] // group), most))
     launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
-    parked_block = group * -(-args.max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if args.max_k > ROUND_ROWS else 0
-    moved = tuple([Moved.of(x) for x in (*args[:3], dout, out)])
-    return Plan(launch, (*free, parked_block), moved, max(1, grid * parked_block))
+    max_q, max_k = longest or args.max_q, longest or args.max_k
+    parked_block = group * -(-max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if max_k > ROUND_ROWS else 0
+    moved = tuple(map(Moved.of, (*args[:3], dout, out), (QUERIES, KEYS, KEYS, QUERIES, QUERIES)))
+    return Plan(launch, (*free, parked_block), _slots(args), moved, max(1, grid * parked_block))
 
 
 def forward(
-    args: VarlenArgs, members: Tensor | None, count: Tensor | None, out: Tensor, lse: Tensor, config: Sm90Config | None = None
-) -> None:
-    """Write out and lse. members, count: the sequences of the launch, None for dense rows.
+    args: VarlenArgs, members: Tensor | None, count: Tensor | None, out: Tensor, lse: Tensor, config: Sm90Config | None = None,
+    longest: int = 0,
+) -> None:  # fmt: skip
+    """Write out and lse. members, count: the sequences of the launch, None for dense rows. longest: as of `plan_forward`.
 
     Raises:
         CompileError, CompilerUnavailable: the kernel does not compile here.
     """
-    run_forward(plan_forward(args, out, config), (*args[:3], out), offsets_of(args, members, count), lse, args.mask, args.seed)
+    plan = plan_forward(args, out, config, longest)
+    run_forward(plan, (*args[:3], out), offsets_of(args, members, count), lse, args.mask, args.seed)
 
 
 def run_forward(
@@ -235,10 +256,10 @@ def run_forward(
 
 def backward(
     args: VarlenArgs, members: Tensor | None, count: Tensor | None, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
-    delta: Tensor, gradients: tuple[Tensor, Tensor, Tensor], config: Sm90Config | None = None,
+    delta: Tensor, gradients: tuple[Tensor, Tensor, Tensor], config: Sm90Config | None = None, longest: int = 0,
 ) -> None:  # fmt: skip
     """Write dq, dk and dv. delta is given where the kernel does not own it, and scratch memory otherwise. Raises as `forward`."""
-    plan = plan_backward(args, dout, out, gradients, config)
+    plan = plan_backward(args, dout, out, gradients, config, longest)
     run_backward(
         plan, (*args[:3], dout, out), offsets_of(args, members, count), dlse, lse, delta, gradients, args.mask, args.seed
     )
@@ -249,7 +270,7 @@ def run_backward(
     gradients: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, seed: Tensor | None,
 ) -> None:  # fmt: skip
     """A launch that is known. moved: query, key, value, dout, out. mask, seed: as in `run_forward`."""
-    parked = torch.empty(plan.parked, dtype=torch.float32, device=lse.device)
+    parked = scratch((plan.parked,), torch.float32, lse.device)
     bits = () if mask is None else (pack(mask, by_key=True),)
     dq, dk, dv = gradients
     pointers = (

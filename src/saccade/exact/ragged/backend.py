@@ -142,20 +142,8 @@ def _window_rule(problem: VarlenProblem) -> Rule:
     )
 
 
-def _describe_forward(*call: Any) -> Any:
-    from saccade.exact.ragged.native import describe_forward
-
-    return describe_forward(*call)
-
-
-def _describe_backward(*call: Any) -> Any:
-    from saccade.exact.ragged.native import describe_backward
-
-    return describe_backward(*call)
-
-
 def _limits(args: Any) -> tuple[int, int, int, bool]:
-    from saccade.exact.ragged.native import limits
+    from saccade.exact.ragged.call import limits
 
     return limits(args)
 
@@ -170,7 +158,6 @@ RAGGED = Backend(
     saves_output=True,
     form=_describe,
     rule=_rule,
-    describe_launches=_describe_forward,
-    describe_backward=_describe_backward,
+    replays=True,
     limits=_limits,
 )

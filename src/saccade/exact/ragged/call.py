@@ -15,6 +15,7 @@ from saccade.exact.ragged import choice
 from saccade.exact.ragged.config import (
     FASTER_IN_CHUNKS,
     MOST_AT_ONCE,
+    MOST_EAGER,
     TILES,
     LongConfig,
     TileConfig,
@@ -27,6 +28,8 @@ from saccade.exact.ragged.sm80 import Sm80Config
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.triton import pow2
+from saccade.native.described import FIXED, KEYS, LONGEST_K, LONGEST_Q, QUERIES, SEQUENCES
+from saccade.native.recording import is_recorded, refuse, varying
 
 
 class Configs(NamedTuple):
@@ -54,7 +57,8 @@ ONE_PADDED = 2**23
 @dataclass(frozen=True)
 class Bucket:
     """The sequences of one launch. tile: 0 for the long form. small: a second, smaller tile for those that it holds, or 0.
-    dense: there is no list, and tensors that nobody reads stand in. longest: the most tokens of a sequence; 0: as many as in the call."""
+    dense: there is no list, and tensors that nobody reads stand in. longest: the most tokens of a sequence; 0: as many as in the call.
+    any_size: the most tokens of a sequence in any batch for which the launch is planned, so that C++ may replay it; 0: it is for this batch."""
 
     tile: int
     members: Tensor
@@ -62,10 +66,14 @@ class Bucket:
     dense: bool = False
     small: int = 0
     longest: int = 0
+    any_size: int = 0
 
     @property
     def listed(self) -> tuple[Tensor | None, Tensor | None]:
         return (None, None) if self.dense else (self.members, self.count)
+
+
+_VARYING = (QUERIES, KEYS, SEQUENCES, QUERIES, LONGEST_Q, LONGEST_K)
 
 
 class RaggedCall:
@@ -99,7 +107,8 @@ class RaggedCall:
 
     @property
     def varying(self) -> tuple[int, ...]:
-        return self.total_q, self.total_k, self.sequences, self.lse_stride, self.args.max_q, self.args.max_k
+        numbers = self.total_q, self.total_k, self.sequences, self.lse_stride, self.args.max_q, self.args.max_k
+        return varying(numbers, (FIXED,) * len(numbers) if self.dense else _VARYING)
 
     def buckets(self) -> list[Bucket]:
         """The launches that the lengths may ask for, the longest first: it takes the longest time, and may begin before others end."""
@@ -108,6 +117,8 @@ class RaggedCall:
             return [Bucket(0, args.query, args.query, True)]
         longest = max(args.max_q, args.max_k)
         at_once = self.at_once()
+        if at_once is None or not at_once.any_size:
+            refuse()
         if at_once is not None:
             return [at_once]
         plan, found = plan_of(args.cu_seqlens_q, args.cu_seqlens_k), []
@@ -139,7 +150,9 @@ class RaggedCall:
         tile = next((t for t in TILES if t >= longest and fits(t, self.block_d, self.size, self.arch)), 0)
         # a gradient of the bias is summed in tiles of one size
         small = small_tile(tile) if self.args.bias is None else 0
-        return None if every is None else Bucket(tile, *every, small=small)
+        # the map of a single token says nothing of the distance to the next
+        replayed = is_recorded() and self.args.bias is None and (tile or min(self.total_q, self.total_k) > 1)
+        return None if every is None else Bucket(tile, *every, small=small, any_size=max(16, pow2(longest)) if replayed else 0)
 
     def within(self, bucket: Bucket) -> RaggedCall:
         """The call with the longest lengths of a launch; but dropout counts its draws by the most keys of the whole call."""
@@ -152,3 +165,11 @@ class RaggedCall:
     def most(self, each: int) -> int:
         """Programs that the processors hold."""
         return each * multiprocessors(self.args.query.device)
+
+
+def limits(args: VarlenArgs) -> tuple[int, int, int, bool]:
+    """(width, most, most sequences, by tokens): a batch is one launch while its rows times width are at most `most`. Rows are its tokens, or those
+    of all sequences padded to the longest."""
+    call = RaggedCall(args)
+    by_tokens = call.eager_tokens
+    return call.heads * call.block_d, MOST_EAGER if by_tokens else ONE_LAUNCH, MOST_AT_ONCE, by_tokens

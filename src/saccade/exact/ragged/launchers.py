@@ -19,6 +19,7 @@ from saccade.exact.ragged.call import MEASURED, Bucket, Configs, RaggedCall
 from saccade.exact.ragged.launches import Gradients, Weights
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.launch.disabled import FAILURES, disable
+from saccade.native.recording import scratch
 
 
 def _dense_last(tensor: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def _forward_long(call: RaggedCall, bucket: Bucket, out: Tensor, lse: Tensor, cl
     args = call.args
     if forward_by_cuda(call, out):
         chosen = (call.configs.sm90 or {}).get("forward")
-        if _compiles("forward", args, lambda: sm90.forward(args, *bucket.listed, out, lse, chosen)):
+        if _compiles("forward", args, lambda: sm90.forward(args, *bucket.listed, out, lse, chosen, bucket.any_size)):
             if clears:
                 launches.clearing(call, out).run(call)
             return
@@ -107,7 +108,7 @@ def backward(
             _backward_tile(call, bucket, dout, dlse, lse, (dq, dk, dv), dbias, clears)
         else:
             assert out is not None, "the long form reads out"
-            delta = torch.empty_like(lse) if delta is None else delta
+            delta = scratch(lse.shape, lse.dtype, lse.device, 0 if call.dense else call.total_q) if delta is None else delta
             _backward_long(call.within(bucket), bucket, dout, dlse, out, lse, delta, (dq, dk, dv), dbias, clears)
     return dq, dk, dv, _in_dtype_of(dbias, bias)
 
@@ -187,9 +188,9 @@ def _backward_sm90(
 ) -> bool:
     """Whether CUDA C++ computed it."""
     chosen = (call.configs.sm90 or {}).get("backward")
-    args = call.args
+    args, longest = call.args, bucket.any_size
     return _compiles(
-        "backward", args, lambda: sm90.backward(args, *bucket.listed, dout, dlse, out, lse, delta, gradients, chosen)
+        "backward", args, lambda: sm90.backward(args, *bucket.listed, dout, dlse, out, lse, delta, gradients, chosen, longest)
     )
 
 

@@ -32,7 +32,8 @@ class Launch(NamedTuple):
 
     def run(self, call: RaggedCall) -> None:
         programs = max(1, min(self.most, self.per_sequence * call.sequences))
-        launch_any(self.kernel, programs, self.tensors, call.varying, self.numbers, **self.options)
+        follows = self.most, self.per_sequence, 0
+        launch_any(self.kernel, programs, self.tensors, call.varying, self.numbers, follows, **self.options)
 
 
 def _strides(tensor: Tensor) -> tuple[int, int]:
@@ -122,7 +123,7 @@ def forward_long(call: RaggedCall, bucket: Bucket, out: Tensor, lse: Tensor, cle
         call.head_dim, beside.windows, args.scale, args.dropout_p, _rows(query, key, value, out), call.group, config.tile_q, config.tile_k,
         call.block_d, args.causal, *beside.flags, args.seed is not None, call.masks_dims, _density(call), clears, config.stages, call.precision,
     )  # fmt: skip
-    programs = call.most(config.programs), call.heads * _tiles(args.max_q, config.tile_q)
+    programs = call.most(config.programs), call.heads * _tiles(bucket.any_size or args.max_q, config.tile_q)
     return Launch(forward_long_kernel, *programs, tensors, numbers, _options(config))
 
 
@@ -166,7 +167,7 @@ def row_sums(
         _strides(dout), _strides(out), call.lse_batch_stride, call.heads, call.head_dim, _rows(dout, out), _ROW_SUMS, call.block_d,
         dlse is not None, call.masks_dims, _density(call),
     )  # fmt: skip
-    per_sequence = call.heads * _tiles(args.max_q, _ROW_SUMS)
+    per_sequence = call.heads * _tiles(bucket.any_size or args.max_q, _ROW_SUMS)
     return Launch(delta_kernel, call.most(16), per_sequence, tensors, numbers, {"num_warps": 2})
 
 
@@ -235,8 +236,8 @@ def backward_long(
         return Launch(kernel, *programs, (*read, *written), numbers, _options(config))
 
     return (
-        launch(backward_keys_kernel, "keys", call.heads // call.group, args.max_k, dk, dv),
-        launch(backward_queries_kernel, "queries", call.heads, args.max_q, dq),
+        launch(backward_keys_kernel, "keys", call.heads // call.group, bucket.any_size or args.max_k, dk, dv),
+        launch(backward_queries_kernel, "queries", call.heads, bucket.any_size or args.max_q, dq),
     )
 
 

@@ -19,6 +19,8 @@ from saccade.engine.calls import values_known
 from saccade.exact.ragged.config import MOST_AT_ONCE, TILES
 from saccade.launch.cache import LaunchCache
 from saccade.launch.triton import launch_any
+from saccade.native.described import ROWS_OF_16_BYTES
+from saccade.native.recording import lasting
 
 _BLOCK = 1024
 _MAX_PLANS = 16
@@ -123,4 +125,4 @@ def every_sequence(offsets: Tensor, sequences: int) -> tuple[Tensor, Tensor] | N
             # streams would not wait for a kernel of this one.
             found = numbers.to(offsets.device), numbers[:, None].repeat(1, 4).to(offsets.device)
         _NUMBERS[offsets.device] = found
-    return found[0], found[1][sequences]
+    return lasting(found[0]), lasting(found[1][sequences], 16 * sequences, ROWS_OF_16_BYTES)

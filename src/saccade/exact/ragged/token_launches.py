@@ -19,6 +19,8 @@ from saccade.exact.ragged.tokens import backward_tokens_kernel, bounds_kernel, f
 from saccade.exact.varlen.args import FULL, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.launch.cache import LaunchCache
 from saccade.launch.triton import launch_any, pow2
+from saccade.native.described import FIXED, HALVINGS, LONGEST_K, QUERIES, SEQUENCES
+from saccade.native.recording import is_recorded, scratch, varying
 from saccade.nvrtc.capture import capture_id
 
 # Numbers (tokens x heads x D, D a power of two) up to which token tiles are one launch each way. In a CUDA graph on an H100, us forward + backward,
@@ -52,13 +54,19 @@ def bounds_of(cu: Tensor, total: int) -> Tensor:
     """int32 `[3, total]`: of each token the first row of its sequence, the row behind its last, and its number. Found once for a tensor and a
     capture, since the layers of a model hand over one tensor."""
     key = (id(cu), capture_id(cu.device), total)
-    if not key[1] and (not values_known(cu) or cu.is_inference()):
+    if is_recorded() or (not key[1] and (not values_known(cu) or cu.is_inference())):
         return _find(cu, total)
     version = 0 if cu.is_inference() else cu._version
     seen = _KNOWN.get(key)
     if seen is not None and seen[0]() is cu and seen[1] == version:
         return seen[2]
     return _KNOWN.remember(key, (weakref.ref(cu, lambda _: _KNOWN.pop(key, None)), version, _find(cu, total)))[2]
+
+
+# of the numbers of a launch; the words of a row are those of its kind, and C++ replays no window
+_SLOTS = {
+    "total": QUERIES, "sequences": SEQUENCES, "steps": HALVINGS, "longest": LONGEST_K, "words": FIXED, "left": FIXED, "right": FIXED
+}  # fmt: skip
 
 
 class TokenLaunch(NamedTuple):
@@ -74,20 +82,16 @@ class TokenLaunch(NamedTuple):
 
     def run(self, total: int) -> None:
         programs = -(-total // self.tile) * self.programs
-        launch_any(self.kernel, programs, self.tensors, tuple(self.varying.values()), self.numbers, num_warps=self.warps)
+        numbers = varying(tuple(self.varying.values()), map(_SLOTS.__getitem__, self.varying))
+        follows = self.programs, 0, self.tile
+        launch_any(self.kernel, programs, self.tensors, numbers, self.numbers, follows, num_warps=self.warps)
 
 
 def _find(cu: Tensor, total: int) -> Tensor:
-    bounds = torch.empty((3, total), dtype=torch.int32, device=cu.device)
-    find_bounds(cu, total, bounds).run(total)
+    bounds, sequences = scratch((3, total), torch.int32, cu.device, total), cu.shape[0] - 1
+    numbers = {"total": total, "sequences": sequences, "steps": sequences.bit_length()}
+    TokenLaunch(bounds_kernel, _BLOCK, 1, (cu, bounds), numbers, (_BLOCK,), 4).run(total)
     return bounds
-
-
-def find_bounds(cu: Tensor, total: int, bounds: Tensor) -> TokenLaunch:
-    """The launch that fills `bounds`."""
-    sequences = cu.shape[0] - 1
-    varying = {"total": total, "sequences": sequences, "steps": sequences.bit_length()}
-    return TokenLaunch(bounds_kernel, _BLOCK, 1, (cu, bounds), varying, (_BLOCK,), 4)
 
 
 def _heads(*tensors: Tensor) -> tuple[int, ...]:
@@ -140,64 +144,46 @@ def words_of(call: RaggedCall) -> int:
     return min(words, sum(_window(call)) // 32 + 2) if has_window(args) else words
 
 
-def draw(call: RaggedCall, bounds: Tensor, bits: Tensor) -> TokenLaunch:
-    """The launch that finds which weights survive dropout, a bit each: `bits` int32 `[H, T, words]`."""
-    args, (left, _) = call.args, _window(call)
-    assert args.seed is not None
-    varying = {"total": call.total_q, "longest": args.max_k, "words": words_of(call), "left": left}
-    numbers = (args.dropout_p, call.heads, _DRAWN, has_window(args))
-    return TokenLaunch(survivors_kernel, _DRAWN, call.heads, (args.seed, bounds, bits), varying, numbers, 4)
-
-
 def _survivors(call: RaggedCall, bounds: Tensor) -> Tensor:
-    """Drawn again in backward, so that no layer keeps them; what nobody reads without dropout."""
-    if call.args.seed is None:
+    """The weights that survive dropout, a bit each, int32 `[H, T, words]`; what nobody reads without dropout. Drawn again in backward, so that no layer
+    keeps them."""
+    args, (left, _), words = call.args, _window(call), words_of(call)
+    if args.seed is None:
         return bounds
-    bits = torch.empty((call.heads, call.total_q, words_of(call)), dtype=torch.int32, device=bounds.device)
-    draw(call, bounds, bits).run(call.total_q)
+    bits = scratch((call.heads, call.total_q, words), torch.int32, bounds.device, call.total_q)
+    numbers = {"total": call.total_q, "longest": args.max_k, "words": words, "left": left}
+    constants = (args.dropout_p, call.heads, _DRAWN, has_window(args))
+    TokenLaunch(survivors_kernel, _DRAWN, call.heads, (args.seed, bounds, bits), numbers, constants, 4).run(call.total_q)
     return bits
 
 
 def forward(call: RaggedCall, out: Tensor, lse: Tensor) -> None:
     """out and lse of all tokens."""
-    bounds = bounds_of(call.args.cu_seqlens_q, call.total_q)
-    forward_launch(call, bounds, _survivors(call, bounds), out, lse).run(call.total_q)
-
-
-def forward_launch(call: RaggedCall, bounds: Tensor, bits: Tensor, out: Tensor, lse: Tensor) -> TokenLaunch:
-    """bits: of `draw`, or any tensor."""
     args, config = call.args, token_config("fwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
-    tensors = (query, key, value, bits, bounds, out, lse)
+    bounds = bounds_of(args.cu_seqlens_q, call.total_q)
+    tensors = (query, key, value, _survivors(call, bounds), bounds, out, lse)
     numbers = (
         _heads(query, key, value, out), call.head_dim, args.scale, args.dropout_p, _rows(query, key, value, out), call.heads, call.group,
         config.tile, config.step, call.block_d, _alignment(args), has_window(args), args.seed is not None, call.masks_dims, config.stages,
         call.precision,
     )  # fmt: skip
-    return TokenLaunch(
-        forward_tokens_kernel, config.tile, call.heads, tensors, _varying(call, words_of(call)), numbers, config.warps
-    )
+    varied = _varying(call, words_of(call))
+    TokenLaunch(forward_tokens_kernel, config.tile, call.heads, tensors, varied, numbers, config.warps).run(call.total_q)
 
 
 def backward(call: RaggedCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients) -> None:
     """Every gradient of all tokens."""
-    bounds = bounds_of(call.args.cu_seqlens_q, call.total_q)
-    backward_launch(call, bounds, _survivors(call, bounds), dout, dlse, out, lse, gradients).run(call.total_q)
-
-
-def backward_launch(
-    call: RaggedCall, bounds: Tensor, bits: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients,
-) -> TokenLaunch:  # fmt: skip
-    """bits: of `draw`, or any tensor."""
     args, config = call.args, token_config("bwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
     strided = (query, key, value, dout, out, *gradients)
+    bounds = bounds_of(args.cu_seqlens_q, call.total_q)
+    bits = _survivors(call, bounds)
     tensors = (query, key, value, bits, bounds, dout, out, lse, lse if dlse is None else dlse, *gradients)
     owners = call.heads // call.group
     numbers = (
         _heads(*strided), call.head_dim, args.scale, args.dropout_p, _rows(*strided), owners, call.group, config.tile, config.step,
         call.block_d, _alignment(args), has_window(args), args.seed is not None, dlse is not None, call.masks_dims, call.precision,
     )  # fmt: skip
-    return TokenLaunch(
-        backward_tokens_kernel, config.tile, owners, tensors, _varying(call, words_of(call)), numbers, config.warps
-    )
+    varied = _varying(call, words_of(call))
+    TokenLaunch(backward_tokens_kernel, config.tile, owners, tensors, varied, numbers, config.warps).run(call.total_q)

@@ -178,18 +178,6 @@ def _load() -> Launchers:
     return Launchers(forward, backward)
 
 
-def _describe_forward(*call: Any) -> Any:
-    from saccade.exact.short.native import describe_forward
-
-    return describe_forward(*call)
-
-
-def _describe_backward(*call: Any) -> Any:
-    from saccade.exact.short.native import describe_backward
-
-    return describe_backward(*call)
-
-
 def _forms(problem: Problem) -> Any:
     from saccade.exact.short.choice import forms
 
@@ -205,6 +193,5 @@ SHORT = Backend(
     launchers=_load,
     form=_forms,
     rule=_rule,
-    describe_launches=_describe_forward,
-    describe_backward=_describe_backward,
+    replays=True,
 )

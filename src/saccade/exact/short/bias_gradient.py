@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from saccade.native.recording import scratch, shares
+
 
 @dataclass(frozen=True)
 class BiasSharing:
@@ -54,8 +56,11 @@ class BiasSharing:
 
     def workspace(self, device: torch.device) -> Tensor:
         """Partial sums `[programs, Tq, Tk]`, float32 unless they are already the gradient."""
-        dtype = self.dtype if self.final else torch.float32
-        return torch.empty(self.programs, self.q_len, self.kv_len, dtype=dtype, device=device)
+        shape = self.programs, self.q_len, self.kv_len
+        if self.final:
+            return torch.empty(shape, dtype=self.dtype, device=device)
+        shares(self.groups, self.q_len, self.kv_len)
+        return scratch(shape, torch.float32, device)
 
     def reduce(self, partial: Tensor, bias: Tensor) -> Tensor:
         """The gradient, in the shape and dtype of the bias."""

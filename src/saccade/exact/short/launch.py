@@ -18,6 +18,7 @@ from saccade.exact.args import AttentionArgs, windows_of
 from saccade.exact.short.bias_gradient import BiasSharing
 from saccade.launch.cache import LaunchCache
 from saccade.launch.triton import first_launch
+from saccade.recorder import ACTIVE
 
 # the tensors of a direction, in the order in which the launchers hand them over and the kernels take them
 _INPUTS = ("query", "key", "value", "bias", "mask", "lengths", "seed")
@@ -55,13 +56,26 @@ class Launch:
         if self.runner is not None:
             # addresses and not tensors: given a tensor, the launcher fetches its address again and checks it with the driver
             self.runner(*(self.arguments(tensors) if self.descriptors else [t.data_ptr() for t in tensors]), *self.static)
-            return
-        grid = (self.programs, 1, 1)
-        compiled = first_launch(self.kernel, grid, (*self.arguments(tensors), *self.static), self.options)
-        if not interpreting_triton():
+        else:
+            compiled = first_launch(self.kernel, self.grid, (*self.arguments(tensors), *self.static), self.options)
+            if interpreting_triton():
+                return
             self.compiled = compiled
             # bound to the kernel and the grid; looks up the current stream at each call
-            self.runner = compiled[grid]
+            self.runner = compiled[self.grid]
+        if ACTIVE.recorder is not None:
+            self._note(ACTIVE.recorder, tensors)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """In the form in which Triton takes it."""
+        return self.programs, 1, 1
+
+    def _note(self, recorder: Any, tensors: tuple[Tensor, ...]) -> None:
+        if self.descriptors:
+            recorder.refused = True  # C++ makes none as Triton's
+            return
+        recorder.triton(self.compiled, self.grid, tensors, (*[t.data_ptr() for t in tensors], *self.static))
 
     def arguments(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """The tensors in the form in which the kernel takes them."""

@@ -16,6 +16,7 @@ from saccade.exact.short.launch import BackwardPlan, Launch, aligned, launches_o
 from saccade.exact.short.plans_triton import BackwardCall
 from saccade.exact.short.sm90 import Sm90Launch
 from saccade.launch.disabled import FAILURES, disable
+from saccade.native.recording import refuse
 
 
 def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, Tensor]:
@@ -69,6 +70,8 @@ def backward(
     if plan is None:
         call = BackwardCall(args, dout, dlse is not None, (dq, dk, dv), bias_grad)
         plan = launches.remember(signed, _plan_backward(call, config))
+    if plan.kv_share > 1:
+        refuse()  # torch sums dK and dV
     dk_heads, dv_heads = (plan.per_query_head(x) for x in (dk, dv))
     q = query
     tensors = [

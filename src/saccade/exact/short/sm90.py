@@ -21,7 +21,7 @@ from saccade.exact.short.launch import BACKWARD_TENSORS, FORWARD_TENSORS
 from saccade.hardware import multiprocessors
 from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, strides
-from saccade.nvrtc import Bound, Options, Parameters, Source, TensorMap, load, parameters_of, tensor_map
+from saccade.nvrtc import Bound, Options, Parameters, Source, load, parameters_of
 
 _FOLDER = Path(__file__).parent / "cuda"
 ARCHITECTURE = "90a"
@@ -77,14 +77,9 @@ class Moved(NamedTuple):
         strides = tuple(s * size if n > 1 else 16 for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True))
         return cls(tuple(tensor.shape), strides, min(tile_columns, 64))  # type: ignore[arg-type]
 
-    def map(self, address: int) -> TensorMap:
-        """The map of a tensor of this shape at an address."""
-        return tensor_map(address, self.sizes, self.strides, self.box)
-
-    @property
-    def box(self) -> tuple[int, ...]:
-        """The box that one copy moves."""
-        return 1, 1, 64, self.columns
+    def map(self, tensor: Tensor) -> tuple:
+        """The map of a tensor of this shape, as `Bound` takes it."""
+        return tensor.data_ptr(), self.sizes, self.strides, (1, 1, 64, self.columns)
 
 
 @dataclass
@@ -103,7 +98,7 @@ class Sm90Launch:
     bound: Bound | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
-        maps = [moved.map(tensors[place].data_ptr()) for place, moved in self.moved]
+        maps = [moved.map(tensors[place]) for place, moved in self.moved]
         if self.bound is None:
             self.bound = self._bind(tensors[0].device)
         self.bound(*[tensors[place].data_ptr() for place in self.pointers], maps=maps)

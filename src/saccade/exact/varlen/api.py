@@ -10,8 +10,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from saccade.engine.arguments import check_flag, check_tensors
-from saccade.engine.calls import autocast, cast, draw_seed, gradient_needed, uncast
-from saccade.engine.first_order import applied
+from saccade.engine.calls import autocast, cast, draw_seed, gradient_needed
 from saccade.engine.prepare import Prepared, finder, prepare, traced
 from saccade.engine.sharded import HEADS, Dims, call_on_shards, is_dtensor, placed
 from saccade.engine.window import check_window, ends_of
@@ -281,17 +280,10 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
     rest = (attn_bias, draw_seed(problem, chosen), *numbers)
     # one tensor stays one, converted or not: its lists are made once
     args = VarlenArgs(query, key, value, offsets_q, offsets_q if same else offsets_k, *rest)
-    if chosen.attend is not None:
-        with uncast(query):
-            out, lse = chosen.attend(args, problem)
-    elif not problem.needs_grad:
-        out, lse = OPS.forward(args, prepared.op_name)
-    else:
-        function, rows = (OPS.separate, (query, key, value)) if qkv is None else (OPS.packed, (qkv,))
-        given = (*rows, offsets_q, None if same else offsets_k, *rest)
-        out, lse = applied(function, problem, chosen.name, *given, prepared.op_name, True)
-    if known is not None:
-        replay.record(prepared, known, args, out, lse, qkv)
+    recorder = None if known is None else replay.begin(prepared, known, args)
+    out, lse = OPS.run(prepared, args, qkv, recorder)
+    if known is not None and recorder is not None:
+        replay.record(prepared, known, args, out, lse, qkv, recorder)
     return (out, lse) if problem.return_lse and lse is not None else out
 
 

@@ -34,9 +34,7 @@ def _pairs(args: VarlenArgs) -> int:
     return heads * int((offsets[0].diff().long() * offsets[1].diff().long()).sum())
 
 
-def _replay_of(
-    direction: str, before: tuple[str, ...], after: tuple[str, ...], results: tuple[str, ...], layouts: Any
-) -> OpReplay:
+def _replay_of(direction: str, before: tuple[str, ...], after: tuple[str, ...], layouts: Any) -> OpReplay:
     """C++ takes the sizes that change from batch to batch first, then tensors, then numbers. It replays no call with a bias or a gradient of lse.
 
     before, after: what the op takes before and after the fields of the record.
@@ -58,7 +56,7 @@ def _replay_of(
         found = take(arguments)
         return (*found[:causal], ALIGNMENTS[found[causal]], *found[causal + 1 :], direction)
 
-    return OpReplay(call, names, results, layouts)
+    return OpReplay(call, layouts)
 
 
 def _like(tensor: Tensor, tokens: int) -> tuple[Tensor, tuple[int, ...]]:
@@ -68,22 +66,19 @@ def _like(tensor: Tensor, tokens: int) -> tuple[Tensor, tuple[int, ...]]:
 
 def _forward_layouts(results: tuple[Tensor, ...]) -> list:
     out, lse = results
-    return [_like(out, QUERIES.slot), (lse.new_empty(0, device="meta"), (lse.shape[0], QUERIES.slot))]
+    return [_like(out, QUERIES), (lse.new_empty(0, device="meta"), (lse.shape[0], QUERIES))]
 
 
 def _backward_layouts(results: tuple[Tensor, ...]) -> list:
     dq, dk, dv, dbias = results
-    return [_like(dq, QUERIES.slot), _like(dk, KEYS.slot), _like(dv, KEYS.slot), dbias.to("meta")]
+    return [_like(dq, QUERIES), _like(dk, KEYS), _like(dv, KEYS), dbias.to("meta")]
 
 
 OPS = Ops(
     "attention_varlen", ("Varlen", "VarlenPacked"), VarlenArgs, BACKENDS, TOKENS,
     attend=attend, pairs=_pairs, shapes=_shapes, needs_out=True,
     replays=(
-        _replay_of("forward", (), ("backend",), ("out", "lse", "scratch"), _forward_layouts),
-        _replay_of(
-            "backward", ("dout", "dlse", "out", "lse"), ("bias_grad", "backend"), ("dquery", "dkey", "dvalue", "none", "scratch"),
-            _backward_layouts,
-        ),
+        _replay_of("forward", (), ("backend",), _forward_layouts),
+        _replay_of("backward", ("dout", "dlse", "out", "lse"), ("bias_grad", "backend"), _backward_layouts),
     ),
 )  # fmt: skip

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from saccade import native
-from saccade.engine import prepare
 from saccade.engine.prepare import Prepared
 from saccade.env import check_lengths
-from saccade.exact.slots import Backward, numbers_of, slots, third_of
+from saccade.exact.recorded import Backward, begin_recording, numbers_of
 from saccade.exact.varlen.args import ALIGNMENTS, VarlenArgs, VarlenCall
 from saccade.exact.varlen.op import OPS
+from saccade.native.recording import Recorder
 
 _INPUTS = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
 _NAMES = VarlenCall._fields
@@ -36,31 +36,30 @@ def replayed(call: tuple) -> Tensor | None:
     return native.calls.run_ragged(*call)
 
 
-def record(prepared: Prepared, call: tuple, args: VarlenArgs, out: Tensor, lse: Tensor | None, qkv: Tensor | None) -> None:
-    """Describe a call that Python has made to C++, once for each layout of its tensors. qkv: what query, key and value are views of."""
-    if native.calls is None:
-        native.start(prepare.forget)
+def begin(prepared: Prepared, call: tuple, args: VarlenArgs) -> Recorder | None:
+    """A recorder for a call of which C++ is to be told: until it could replay one of the kind, as a batch may be too large."""
+    described = prepared.backend.replays and not prepared.problem.return_lse
+    if native.calls is not None and not (described and any(x is args.cu_seqlens_q for x in call)):
+        return None  # the last where offsets of another dtype were converted
+    return begin_recording(prepared, call)
+
+
+def record(
+    prepared: Prepared, call: tuple, args: VarlenArgs, out: Tensor, lse: Tensor | None, qkv: Tensor | None, recorder: Recorder
+) -> None:
+    """Describe a call that Python has made to C++. qkv: what query, key and value are views of."""
+    inputs, seed = args[:5] if qkv is None else (qkv, args[3]), () if args.seed is None else (args.seed,)
+    chosen = prepared.backend
+    if lse is None or chosen.limits is None:
         return
-    chosen, inputs = prepared.backend, args[:5] if qkv is None else (qkv, args[3])
-    if chosen.describe_launches is None or chosen.limits is None or lse is None or prepared.problem.return_lse:
-        return
-    if not all(x is y for x, y in zip(inputs, call[2:], strict=False)) or any(x.stride(-1) != 1 for x in inputs):
-        return  # offsets of another dtype were converted; tensors of another layout were copied
-    if inputs[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    layout = ("recorded", *[(x.stride(), x.data_ptr() % 16) for x in inputs], args[3] is args[4])
-    if prepared.launches.get(layout) is not None:
-        return
-    names = _INPUTS if qkv is None else ("qkv", "cu_seqlens")
-    places = slots((*names, "out", "lse", *["seed"] * (args.seed is not None), "scratch"), 0 if qkv is None else third_of(qkv))
-    planned = chosen.describe_launches(args, out, lse, places)
+    planned = recorder.planned((*inputs, out, lse, *seed), len(inputs), len(inputs))
     if planned is None:
         return
-    prepared.launches.remember(layout, True)
+    key = native.calls.key(call)
+    prepared.recorded.add(key)
     differentiable = (args[:3] if qkv is None else (qkv,)) if prepared.problem.needs_grad else ()
     empty = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in differentiable]
-    backward = Backward(
-        OPS, prepared, native.calls.key(call), names, args.seed is not None, numbers_of(OPS, args), ("max_q", "max_k")
-    )
-    form = (chosen.saves_output, args.seed is not None, *chosen.limits(args))
+    names = _INPUTS if qkv is None else ("qkv", "cu_seqlens")
+    backward = Backward(OPS, prepared, key, names, bool(seed), numbers_of(OPS, args), ("max_q", "max_k"))
+    form = (chosen.saves_output, bool(seed), *chosen.limits(args))
     native.calls.remember_ragged(call, out, lse, planned, empty, backward, form)

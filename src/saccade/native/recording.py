@@ -1,0 +1,204 @@
+"""Notes the launches of a call where they are made, so that C++ can replay them.
+
+`Recorder` is told of each launch by who makes it (`launch.triton`, `nvrtc.Bound`), and finds the tensor of each address. Launchers say what
+addresses and values cannot tell: `scratch` memory, numbers that are `varying`, tables that are `lasting`, and `refuse` for work that is no launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.native import cuda, triton
+from saccade.native.described import ADDRESS, FIXED, Described, Number, Place, Planned
+from saccade.recorder import ACTIVE
+
+Piece = tuple[int, int]  # where memory begins and ends
+
+
+def varying(values: tuple[int, ...], slots: Iterable[int]) -> tuple[int, ...]:
+    """Numbers of a launch, of which a recorder notes which ones change from call to call: that of each slot, but those of FIXED."""
+    return values if ACTIVE.recorder is None else tuple(map(Number, values, slots))
+
+
+def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device, queries: int = 0) -> Tensor:
+    """Memory that launches of a call share, and that nobody reads later. queries: the factor of its size that is the number of tokens of q; 0
+    where its size is that of all calls."""
+    made = torch.empty(shape, dtype=dtype, device=device)
+    if ACTIVE.recorder is not None:
+        ACTIVE.recorder.share(made, queries)
+    return made
+
+
+def lasting(tensor: Tensor, offset: int = 0, slot: int = FIXED) -> Tensor:
+    """A tensor that lives as long as the process. offset, slot: it begins so many bytes behind what stays in its place, and which number that is."""
+    if ACTIVE.recorder is not None:
+        ACTIVE.recorder.lasting.append((_piece(tensor), slot, offset))
+    return tensor
+
+
+def is_recorded() -> bool:
+    """Whether a recorder notes the launches of this thread."""
+    return ACTIVE.recorder is not None
+
+
+def refuse() -> None:
+    """The call needs more than its launches, or launches that fit no other call of its kind."""
+    if ACTIVE.recorder is not None:
+        ACTIVE.recorder.refused = True
+
+
+def shares(groups: int, q_len: int, kv_len: int) -> None:
+    """The first piece of scratch memory has the gradient of a bias in shares, which are added after the launches (see `Planned`)."""
+    if ACTIVE.recorder is not None:
+        ACTIVE.recorder.shares = (groups, q_len, kv_len)
+
+
+class Recorder:
+    """The launches that this thread makes until it is left, which are those of one call. Only the call itself holds it, and what it finds holds no
+    tensor.
+
+    shares: see `Planned`.
+    """
+
+    def __init__(self) -> None:
+        self.refused = False
+        self.shares: tuple[int, ...] = ()
+        self._outer: Any = None
+        self.lasting: list[tuple[Piece, int, int]] = []
+        # each launch with the number of pieces of scratch memory that there were
+        self._launches: list[tuple[Described, int]] = []
+        self._scratch: list[Tensor] = []
+        self._rules: list[Place] = []  # bytes of each piece: (of all calls, for each token of q)
+        # tensors of launches: if one ended before the call, another might have its address
+        self._held: list[Sequence[Tensor]] = []
+
+    def __enter__(self) -> Recorder:
+        self._outer, ACTIVE.recorder = ACTIVE.recorder, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ACTIVE.recorder = self._outer
+
+    def triton(self, compiled: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor], arguments: tuple, *rule: int) -> None:
+        """A launch of a compiled Triton kernel. arguments: as the kernel takes them. rule: per_sequence and tile of `Described`."""
+        self._held.append(tensors)
+        if not self.refused:
+            self._add(triton.describe(compiled, grid, arguments, *rule))
+
+    def triton_any(
+        self,
+        compiled: Any,
+        follows: tuple[int, int, int] | None,
+        tensors: Sequence[Tensor],
+        addresses: list[int],
+        changing: tuple[int, ...],
+        numbers: tuple,
+    ) -> None:
+        """The same with numbers that change from call to call (`launch_any`). follows: (programs, per_sequence, tile) of `Described`."""
+        if follows is None or not all(isinstance(x, Number) for x in changing):
+            self.refused = True  # other calls would be launched with the numbers of this one
+            return
+        programs, *rule = follows
+        self.triton(compiled, (programs, 1, 1), tensors, (*addresses, *changing, *numbers), *rule)
+
+    def cuda(self, bound: Any, pointers: Sequence[int], maps: Sequence[tuple]) -> None:
+        """A launch of a CUDA C++ kernel, with its arguments as `Bound` takes them."""
+        if not self.refused:
+            self._add(cuda.describe(bound, pointers, maps))
+
+    def _add(self, launch: Described | None) -> None:
+        if launch is None:
+            self.refused = True
+        else:
+            self._launches.append((launch, len(self._scratch)))
+
+    def share(self, made: Tensor, queries: int) -> None:
+        """Scratch memory of the call (see `scratch`)."""
+        size = made.element_size() * math.prod(made.shape)
+        self._scratch.append(made)
+        self._rules.append((0, size // queries) if queries else (size, 0))
+
+    def planned(self, tensors: Sequence[Tensor], known: int, given: int) -> Planned | None:
+        """The launches, in terms of the slots of tensors; None if C++ cannot replay them.
+
+        known: how many of the tensors, the first ones, C++ looks the call up by, with whether they are one memory. given: how many there were before
+        the call. All others are results, and are refused if no launch has their address: torch wrote them.
+        """
+        if self.refused:
+            return None
+        memory = _Memory((*tensors, *self._scratch), known, self.lasting)
+        try:
+            found = [memory.placed(launch, len(tensors) + count) for launch, count in self._launches]
+        except LookupError:
+            return None
+        written = [i for i in range(given, len(tensors)) if tensors[i].numel()]
+        if self.shares:
+            written.pop()  # the gradient of the bias, which C++ adds up
+        if not found or not memory.reached.issuperset(written):
+            return None
+        fixed, each = zip(*self._rules, strict=True) if self._rules else ((), ())
+        return Planned(found, fixed, each if any(each) else (), self.shares)
+
+
+class _Memory:
+    """The memory of a call, in which addresses have places.
+
+    known, lasting: as in `Recorder`. reached: slots of the addresses so far.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], known: int, lasting: list[tuple[Piece, int, int]]):
+        self._pieces, self._known, self._lasting = [_piece(x) for x in tensors], known, lasting
+        self._starts: dict[int, list[int]] = {}
+        for i, (start, end) in enumerate(self._pieces):
+            if start < end:
+                self._starts.setdefault(start, []).append(i)
+        self.reached: set[int] = set()
+
+    def placed(self, launch: Described, behind: int) -> Described:
+        """The launch with the places of its addresses, which are known to lie in the first `behind` tensors.
+
+        Raises:
+            LookupError: an address lies in other memory, or could be that of two tensors.
+        """
+        moved = []
+        for x in launch.moved:
+            slot, offset = self._place(x.offset, behind)
+            moved.append(x._replace(slot=slot, offset=offset))
+        slots, values = list(launch.slots), list(launch.values)
+        for i, slot in enumerate(slots):
+            if slot == ADDRESS:
+                slots[i], values[i] = self._place(values[i], behind)
+        self.reached.update(slots, [x.slot for x in moved])
+        return launch._replace(slots=tuple(slots), values=tuple(values), moved=tuple(moved))
+
+    def _place(self, address: int, behind: int) -> Place:
+        if not address:
+            return FIXED, 0
+        exact = [i for i in self._starts.get(address, ()) if i < behind]
+        # tensors in one memory are of another kind than tensors in two, as far as C++ looks the call up by them
+        if len(exact) == 1 or (exact and exact[-1] < self._known):
+            return exact[0], 0
+        covering = [i for i, (start, end) in enumerate(self._pieces[:behind]) if start <= address < end]
+        if covering and not exact:
+            start, end = self._pieces[covering[0]]
+            if sum(begin < end and start < stop for begin, stop in self._pieces) == 1:
+                return covering[0], address - start
+        elif not covering:
+            for (start, end), slot, offset in self._lasting:
+                if start <= address < end:
+                    return slot, address - offset
+        raise LookupError(address)
+
+
+def _piece(tensor: Tensor) -> Piece:
+    """The memory that a tensor spans."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    last = sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
+    return start, start + (last + 1) * tensor.element_size()

@@ -1,0 +1,104 @@
+"""Packed batches beyond the tiles on the kernels of sm90: C++ passes to them what Python passed, for other numbers of tokens and sequences too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recorded_cuda import bound_of_long
+from recorded_triton import number_of, recording
+
+import saccade
+from saccade import native
+from saccade.exact.long import sm90
+from saccade.exact.ragged import launchers
+from saccade.exact.ragged.call import every_sequence
+from saccade.native.recording import Recorder
+
+HEADS = 3
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are stubs on a CPU")
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    made = recording(monkeypatch, with_cuda=True)
+    found = next(made)
+    monkeypatch.setattr(launchers, "forward_by_cuda", lambda call, out: True)
+    monkeypatch.setattr(launchers, "backward_by_cuda", lambda call, dout, out, gradients: True)
+    monkeypatch.setattr(sm90, "_launch", bound_of_long(found))
+    monkeypatch.setattr(sm90, "multiprocessors", lambda device: 132)
+    yield found
+    next(made, None)
+
+
+def batch(lengths, dim, packed):
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    shape = (sum(lengths) + 1, *[3] * packed, HEADS, dim)
+    return [torch.randn(shape).half().requires_grad_() for _ in range(1 if packed else 3)], ends, max(lengths)
+
+
+def run_by_python(seen, given, **options):
+    """The same without C++, as Python launches a call that is recorded: for batches of any size."""
+    calls, native.calls = native.calls, None
+    try:
+        with Recorder():
+            return run(seen, given, **options)
+    finally:
+        native.calls = calls
+
+
+def run(seen, given, **options):
+    """The launches of a call and of its gradient, with names in the place of addresses."""
+    (leaves, ends, longest), before = given, len(seen)
+    if len(leaves) == 1:
+        out = saccade.attention_varlen_qkvpacked(*leaves, ends, longest, backend="ragged", **options)
+    else:
+        out = saccade.attention_varlen(*leaves, ends, ends, longest, longest, backend="ragged", **options)
+    dout = torch.zeros_like(out)
+    found = torch.autograd.grad(out, leaves, dout)
+    rows, gradients = (x[0].unbind(1) if len(x) == 1 else x for x in (leaves, found))
+    names = dict(zip(("q", "k", "v", "dq", "dk", "dv"), (*rows, *gradients), strict=True))
+    members, count = every_sequence(ends, len(ends) - 1)
+    names |= {"ends": ends, "out": out, "dout": dout, "members": members, "count": count}
+    known = {x.data_ptr(): name for name, x in names.items()}
+    return [told(x, known) for x in seen[before:]]
+
+
+def told(x, known):
+    if isinstance(x, tuple | list):
+        return [told(y, known) for y in x]
+    return known.get(x, "scratch" if x > 2**24 else x)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}], ids=["plain", "dropout"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_another_batch_of_the_kind(seen, dim, options, packed, monkeypatch):
+    run(seen, batch([140, 9], dim, packed), **options)
+    run(seen, batch([150, 20, 3], dim, packed), **options)  # its backward is Python's, and is told to C++
+    assert len(native.calls) == 1
+    kernels = ["forward", "clear_kernel", *["delta_kernel"] * (dim == 128), "backward", "clear_kernel"]
+    kind = "_dropout" * bool(options) + "_packed"
+    for lengths in ([5, 250, 130, 1], [129], [200] * 9):
+        given = batch(lengths, dim, packed)
+        with monkeypatch.context() as patch:
+            patch.setattr("saccade.exact.varlen.api._prepare", lambda *given: pytest.fail("Python makes the call"))
+            patch.setattr(launchers, "backward", lambda *given: pytest.fail("Python makes the gradient"))
+            by_cpp = run(seen, given, **options)
+        assert [x[0] for x in by_cpp] == [number_of(name if "_" in name else name + kind) for name in kernels]
+        assert by_cpp == run_by_python(seen, given, **options)
+    tokens = sum(lengths) + 1
+    maps, arguments = by_cpp[0][4:]
+    assert [x[0] for x in maps] == ["q", "k", "v", "out"]
+    assert {x[1][2] for x in maps} == {tokens}
+    assert arguments[:5] == ["ends", "ends", "members", "count", "out"]
+    assert arguments[6:11] == [len(lengths), tokens, tokens, 200, 200]
+
+
+def test_a_single_token_is_left_to_python(seen):
+    """Its map says nothing of the distance to the next token."""
+    q, k, v = (torch.randn(n, HEADS, 64).half() for n in (1, 200, 200))
+    ends_q, ends_k = (torch.tensor([0, n], dtype=torch.int32) for n in (1, 200))
+    for _ in range(2):
+        saccade.attention_varlen(q, k, v, ends_q, ends_k, 1, 200, backend="ragged")
+    assert len(seen) == 4
+    assert len(native.calls) == 0

@@ -1,0 +1,82 @@
+"""CUDA C++ kernels that do not run: a launch writes down its arguments, from Python through a stand-in for `Bound`, from C++ through functions in the
+place of the driver's."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from types import SimpleNamespace
+
+from saccade.exact.long import sm90
+from saccade.exact.short import sm90 as short_sm90
+from saccade.nvrtc import Options, parameters_of
+from saccade.recorder import ACTIVE
+
+NUMBERS = (11, -1, 13)
+ENCODE = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_uint64)] * 2,
+    *[ctypes.POINTER(ctypes.c_uint32)] * 2, *[ctypes.c_int] * 4,
+)  # fmt: skip
+
+
+class Stub:
+    """Stands in for `Bound`, and writes down what it is called with."""
+
+    dependent, numbers = False, NUMBERS
+
+    def __init__(self, seen: list, name: str, grid, threads: int, shared_bytes: int):
+        self.seen, self.function = seen, sum(name.encode())
+        self.shape = SimpleNamespace(grid=grid, block=threads, shared_bytes=shared_bytes)
+
+    def __call__(self, *pointers: int, maps=()) -> None:
+        if ACTIVE.recorder is not None:
+            ACTIVE.recorder.cuda(self, pointers, maps)
+        grid = self.shape.grid if isinstance(self.shape.grid, tuple) else (self.shape.grid,)
+        extents = (*grid, 1, 1)[:3]
+        self.seen.append((self.function, extents, self.shape.block, self.shape.shared_bytes, tuple(maps), (*pointers, *NUMBERS)))
+
+
+def bound_of_long(found):
+    """In the place of `sm90._launch`."""
+
+    def bound(direction, args, grid, written, numbers, config):
+        dropout, packed = "_dropout" * (args.seed is not None), "_packed" * (args.query.dim() == 3)
+        shared = sm90.shared_bytes(direction, 64, config)
+        return Stub(found, f"{direction}{dropout}{packed}", (grid, 1), sm90.threads(direction, config), shared)
+
+    return bound
+
+
+def functions(found: list):
+    """(encode, launch) in the place of the driver's functions, which add to `found`."""
+
+    def encode(into, kind, rank, address, sizes, strides, box, *_):
+        numbers = [rank, address, *sizes[:rank][::-1], *strides[: rank - 1][::-1], *box[:rank][::-1]]
+        ctypes.memmove(into, struct.pack(f"{len(numbers)}q", *numbers), 8 * len(numbers))
+        return 0
+
+    def launch(kernel, x, y, z, threads, _, __, shared, stream, places, ___):
+        maps, count = COUNTS[kernel]
+        made = []
+        for i in range(maps):
+            rank, address, *numbers = struct.unpack("13q", ctypes.string_at(places[i], 104))
+            assert rank == 4
+            made.append((address, tuple(numbers[:4]), tuple(numbers[4:7]), tuple(numbers[7:11])))
+        values = [ctypes.c_int64.from_address(places[maps + i]).value for i in range(count + len(NUMBERS))]
+        found.append((kernel, (x, y, z), threads, shared, tuple(made), tuple(values)))
+        return 0
+
+    return encode, launch
+
+
+def _parameters():
+    for direction in ("forward", "backward"):
+        yield f"{direction}_sm90", parameters_of(short_sm90.source(direction), f"{direction}_sm90", Options())
+        for dropout in ("", "_dropout"):
+            options = Options.of({"DROPOUT": bool(dropout)})
+            for packed in ("", "_packed"):
+                yield f"{direction}{dropout}{packed}", parameters_of(sm90.source(direction), f"long_{direction}_sm90", options)
+
+
+# of the kernels by the number that stands for their name: how many maps and pointers they take
+COUNTS = {sum(name.encode()): (len(found.maps), len(found.pointers)) for name, found in _parameters()}
