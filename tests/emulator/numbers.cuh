@@ -64,7 +64,6 @@ inline float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-#if !TF32
 template <int DIM>
 void store_row(const float (&values)[DIM / 2], int h, float factor, Number* to, int columns, bool there) {
     for (int i = 0; i < DIM / 2; i++) {
@@ -72,4 +71,3 @@ void store_row(const float (&values)[DIM / 2], int h, float factor, Number* to, 
         if (i / 2 % 2 == h && there && column < columns) to[column] = narrow_one(values[i] * factor);
     }
 }
-#endif

@@ -7,15 +7,11 @@
 
 // Waits until the kernel ahead is done and all that it wrote can be read.
 __device__ __forceinline__ void wait_for_kernel_ahead() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    if constexpr (__CUDA_ARCH__ >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // The next kernel, if it is a dependent one, may start as soon as every block of this kernel has called this function. All blocks of this
 // kernel have their places on multiprocessors by then, so the next kernel takes none away from them.
 __device__ __forceinline__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
+    if constexpr (__CUDA_ARCH__ >= 900) asm volatile("griddepcontrol.launch_dependents;");
 }

@@ -16,8 +16,10 @@ typedef unsigned short Number;
 
 #if BF16
 #define TYPE "bf16"
+constexpr bool BFLOAT16 = true;
 #else
 #define TYPE "f16"
+constexpr bool BFLOAT16 = false;
 #endif
 
 constexpr float LOG2E = 1.4426950408889634f;
@@ -43,32 +45,27 @@ __device__ __forceinline__ int block_of() {
 // two floats rounded to a register, `low` in its low half
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 packed;
-#if __CUDA_ARCH__ < 800 && !BF16  // sm_70 and sm_75 convert one number at a time, and to half alone
-    asm("{ .reg .f16 low, high; cvt.rn.f16.f32 low, %1; cvt.rn.f16.f32 high, %2; mov.b32 %0, {low, high}; }" : "=r"(packed) : "f"(low), "f"(high));
-#else
-    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-#endif
+    if constexpr (__CUDA_ARCH__ < 800 && !BFLOAT16)  // sm_70 and sm_75 convert one number at a time, and to half alone
+        asm("{ .reg .f16 low, high; cvt.rn.f16.f32 low, %1; cvt.rn.f16.f32 high, %2; mov.b32 %0, {low, high}; }" : "=r"(packed) : "f"(low), "f"(high));
+    else
+        asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
 // a register of two numbers of 16 bits as floats, the low half first
 __device__ __forceinline__ float2 floats_of(u32 pair) {
-#if BF16
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
-#else
+    if constexpr (BFLOAT16) return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
     float2 x;
     asm("{ .reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }" : "=f"(x.x), "=f"(x.y) : "r"(pair));
     return x;
-#endif
 }
 
 // two floats as two neighbours in memory
 __device__ __forceinline__ void store_pair(Number* to, float low, float high) {
-#if TF32
-    *reinterpret_cast<float2*>(to) = make_float2(low, high);
-#else
-    *reinterpret_cast<u32*>(to) = pack(low, high);
-#endif
+    if constexpr (TF32)
+        *reinterpret_cast<float2*>(to) = make_float2(low, high);
+    else
+        *reinterpret_cast<u32*>(to) = pack(low, high);
 }
 
 // nearest TF32, ties away from zero: the matrix units would cut the low 13 bits off
@@ -115,7 +112,6 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-#if !TF32
 // words[j] of the four lanes of a quad, lane t = 0 .. 3: a 4 x 4 matrix, transposed
 __device__ __forceinline__ void quad_transpose(u32 (&words)[4], int t) {
 #pragma unroll
@@ -143,4 +139,3 @@ __device__ __forceinline__ void store_row(const float (&values)[DIM / 2], int h,
         if (there && 8 * (i + t) < columns) *reinterpret_cast<uint4*>(to + 8 * (i + t)) = make_uint4(words[0], words[1], words[2], words[3]);
     }
 }
-#endif

@@ -16,14 +16,11 @@ constexpr u64 ONES = 0x0101010101010101, LOW_SEVEN = 0x7F7F7F7F7F7F7F7F, GATHER 
 
 // the bytes of eight keys of a row; those behind the last key are any bytes that there are
 __device__ __forceinline__ u64 eight_keys(const unsigned char* row, int key, int kv_len, long long column) {
-#if WIDE
-    return *reinterpret_cast<const u64*>(row + min(key, kv_len - 8));
-#else
+    if constexpr (WIDE) return *reinterpret_cast<const u64*>(row + min(key, kv_len - 8));
     u64 found = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) found |= u64(row[min(key + i, kv_len - 1) * column]) << (8 * i);
     return found;
-#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) query_bits(

@@ -57,9 +57,7 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
     const BackwardShared shared{shared_address(memory)};
     const Maps maps{.query = query_map, .key = key_map, .value = value_map, .dout = dout_map};
     const int group = warpgroup_of();
-#if PERSISTENT
     const Reader reader{maps, shared, group};
-#endif
     if (threadIdx.x == 0) {
         init_barriers(shared, BARRIERS, ROW_GROUPS);
         // All rows of Q and K are asked for before the first of dO: one row group after the other, S began late, which cost 5 % at 128 x 64.
@@ -108,21 +106,21 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
         // dP = dO V^T
         multiply_rows<HEAD_DIM, ROWS>(dweights, shared.dout(), 64 * group, shared.value(), 0);
         products_commit();
-#if PERSISTENT
-        if (elected()) {
-            stores_wait_read();  // dQ and dK of the problem before have left the other pair
-            if (more) reader.query_and_key(next, 1 - pair);
+        if constexpr (PERSISTENT) {
+            if (elected()) {
+                stores_wait_read();  // dQ and dK of the problem before have left the other pair
+                if (more) reader.query_and_key(next, 1 - pair);
+            }
+            products_wait<0>();
+            __syncthreads();  // nobody reads W, V, dO any more
+            emit<HEAD_DIM>(dvalue_map, shared.dvalue(), problem, group, dvalue);
+            if (elected() && more) reader.dout(next);
+        } else {
+            products_wait<1>();
+            emit<HEAD_DIM>(dvalue_map, shared.dvalue(), problem, group, dvalue);
+            products_wait<0>();
+            __syncthreads();  // nobody reads W, V, dO any more
         }
-        products_wait<0>();
-        __syncthreads();  // nobody reads W, V, dO any more
-        emit<HEAD_DIM>(dvalue_map, shared.dvalue(), problem, group, dvalue);
-        if (elected() && more) reader.dout(next);
-#else
-        products_wait<1>();
-        emit<HEAD_DIM>(dvalue_map, shared.dvalue(), problem, group, dvalue);
-        products_wait<0>();
-        __syncthreads();  // nobody reads W, V, dO any more
-#endif
         // dS = P (dP - delta)
         u32 dscores[ROWS / 4];
         park_score_gradient(dscores, dweights, dlse_rows, shared.weights(), group, scale);
@@ -137,21 +135,21 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
         // dQ = dS K
         multiply_registers<HEAD_DIM>(dquery, dscores, shared.key(pair));
         products_commit();
-#if PERSISTENT
-        if (elected()) {
-            stores_wait_read();  // dV has left
-            if (more) reader.value(next);
+        if constexpr (PERSISTENT) {
+            if (elected()) {
+                stores_wait_read();  // dV has left
+                if (more) reader.value(next);
+            }
+            products_wait<0>();
+            __syncthreads();  // nobody reads Q, K any more
+            emit<HEAD_DIM>(dkey_map, shared.query(pair), problem, group, dkey);
+            emit<HEAD_DIM>(dquery_map, shared.key(pair), problem, group, dquery);
+        } else {
+            products_wait<1>();
+            emit<HEAD_DIM>(dkey_map, shared.dout(), problem, group, dkey);
+            products_wait<0>();
+            emit<HEAD_DIM>(dquery_map, shared.value(), problem, group, dquery);
         }
-        products_wait<0>();
-        __syncthreads();  // nobody reads Q, K any more
-        emit<HEAD_DIM>(dkey_map, shared.query(pair), problem, group, dkey);
-        emit<HEAD_DIM>(dquery_map, shared.key(pair), problem, group, dquery);
-#else
-        products_wait<1>();
-        emit<HEAD_DIM>(dkey_map, shared.dout(), problem, group, dkey);
-        products_wait<0>();
-        emit<HEAD_DIM>(dquery_map, shared.value(), problem, group, dquery);
-#endif
     }
     if (elected()) stores_wait_read();
 }

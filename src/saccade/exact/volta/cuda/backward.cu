@@ -23,9 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
     const int owner = blockIdx.x / kv_tiles, kv_heads = heads / group, batch = owner / kv_heads, kv_head = owner % kv_heads;
     const int first_key = (int)(blockIdx.x % kv_tiles) * KEYS;
     Numbers n = {.factor = factor, .inverse = inverse, .q_len = q_len, .kv_end = kv_len};
-#if LENGTHS
-    n.kv_end = min(kv_len, lengths[batch]);
-#endif
+    if (LENGTHS) n.kv_end = min(kv_len, lengths[batch]);
     const Tiles tiles = tiles_of(shared_memory);
     {
         Share<KEYS, THREADS> moved;
@@ -48,9 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
         const Half* douts = dout + batch * dout_batch + head * dout_head;
         const Mask seen = mask_of(mask, batch * mask_batch + head * mask_head, mask_row, mask_column);
         Dropout dropout = {.key0 = 0, .key1 = 0, .problem = (u32)problem, .groups = (u32)(kv_len + 3) / 4, .threshold = (u32)threshold};
-#if DROPOUT
-        dropout.key0 = (u32)*(const u64*)seed, dropout.key1 = (u32)(*(const u64*)seed >> 32);
-#endif
+        if (DROPOUT) dropout.key0 = (u32)*(const u64*)seed, dropout.key1 = (u32)(*(const u64*)seed >> 32);
 #pragma unroll 1
         for (int first_query = first_tile; first_query < q_len; first_query += ROWS) {
             Share<ROWS, THREADS> moved;

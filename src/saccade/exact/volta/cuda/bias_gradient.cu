@@ -26,9 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
     const int bias_head = (place /= q_programs) % bias_heads, bias_row = place / bias_heads;
     const Tiles tiles = tiles_of(shared_memory);
     Dropout dropout = {.key0 = 0, .key1 = 0, .problem = 0, .groups = (u32)(kv_len + 3) / 4, .threshold = (u32)threshold};
-#if DROPOUT
-    dropout.key0 = (u32)*(const u64*)seed, dropout.key1 = (u32)(*(const u64*)seed >> 32);
-#endif
+    if (DROPOUT) dropout.key0 = (u32)*(const u64*)seed, dropout.key1 = (u32)(*(const u64*)seed >> 32);
     float sums[ROW_TILES][GROUPS][8];
 #pragma unroll
     for (int i = 0; i < ROW_TILES * GROUPS * 8; i++) sums[i / (8 * GROUPS)][i / 8 % GROUPS][i % 8] = 0.0f;
@@ -39,9 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
         const int member = step / (k_steps * q_steps), head = bias_head + member % head_steps, batch = bias_row + member / head_steps;
         const int64 problem = (int64)batch * heads + head;
         Numbers n = {.factor = factor, .inverse = inverse, .q_len = q_len, .kv_end = kv_len};
-#if LENGTHS
-        n.kv_end = min(kv_len, lengths[batch]);
-#endif
+        if (LENGTHS) n.kv_end = min(kv_len, lengths[batch]);
         if (first_key >= n.kv_end) continue;  // the same for the whole block
         dropout.problem = (u32)problem;
         __syncthreads();  // the tiles before are used up

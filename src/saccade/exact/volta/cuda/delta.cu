@@ -40,9 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) volta_delta(
         }
 #pragma unroll
         for (int lanes = 1; lanes < 8; lanes *= 2) sum += shuffle_xor(sum, lanes);
-#if DLSE
-        if (row < rows) sum -= dlse[row];
-#endif
+        if (DLSE && row < rows) sum -= dlse[row];
         lost = is_far(log_sum);
         if (row < rows && (threadIdx.x & 7) == 0) {
             delta[row] = sum;
@@ -65,9 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) volta_delta(
                       .query_row = query_row, .key_row = key_row,
                       .mask = mask_of(mask, batch * mask_batch + head * mask_head, mask_row, mask_column),
                       .factor = factor, .first_query = first_query, .q_len = q_len, .kv_end = kv_len};
-#if LENGTHS
-        of.kv_end = min(kv_len, lengths[batch]);
-#endif
+        if (LENGTHS) of.kv_end = min(kv_len, lengths[batch]);
 #if HALF_SUMS
         Anchor anchors[1] = {{MINUS_INFINITY, 0.0f}}, found;
 #else

@@ -46,11 +46,7 @@ struct FarRows {
         const int key = first_key + (lane & 3) + 4 * (lane >> 4);
         const bool real = has(lane), listed = key < kv_end;
         const Half *left = queries + (first_query + lane) * query_row, *right = keys + key * key_row;
-#if HALF_SUMS
         Sums c;
-#else
-        Sums& c = scores;
-#endif
         clear(c);
 #pragma unroll 2
         for (int step = 0; step < HEAD_DIM / 8; step++) {

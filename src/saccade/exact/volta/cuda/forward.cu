@@ -115,11 +115,8 @@ __device__ __forceinline__ void drop(
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
         const u32 own = survivors<KEYS>(dropout, first_query + 32 * t + lane, first_key);
-#if HALF_SUMS
-        const u32 bits[1] = {own};
-#else
-        const u32 other = shuffle_xor(own, 2), bits[2] = {lane & 2 ? other : own, lane & 2 ? own : other};
-#endif
+        u32 bits[LANE_ROWS];
+        bits_of_rows(bits, own, lane);
 #pragma unroll
         for (int i = 0; i < 8 * GROUPS; i++)
             if (!(bits[row_index(i)] >> (i / 8 * 8 + held_column(lane, i % 8)) & 1)) weights[t][i / 8][i % 8] = 0.0f;
@@ -232,19 +229,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_forward(
     out += batch * out_batch + head * out_head;
     lse += (int64)problem * q_len;
     const Mask seen = mask_of(mask, batch * mask_batch + head * mask_head, mask_row, mask_column);
-    int kv_end = kv_len;
-#if LENGTHS
-    kv_end = min(kv_end, lengths[batch]);
-#endif
-    int end = kv_end;
-#if CAUSAL
-    end = min(end, block_query + ROWS);
-#endif
-#if DROPOUT
-    const u64 drawn = (u64)*seed;
+    const int kv_end = LENGTHS ? min(kv_len, lengths[batch]) : kv_len;
+    const int end = CAUSAL ? min(kv_end, block_query + ROWS) : kv_end;
+    const u64 drawn = DROPOUT ? (u64)*seed : 0;
     const Dropout dropout = {.key0 = (u32)drawn, .key1 = (u32)(drawn >> 32), .problem = (u32)problem, .groups = (u32)(kv_len + 3) / 4,
                              .threshold = (u32)threshold};
-#endif
 
     Half* keys = (Half*)shared_memory;
     Half* values = (Half*)(shared_memory + TILE_BYTES(KEYS));
@@ -289,9 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_forward(
                                !(MASK && first_query + 32 * ROW_TILES > q_len);
             if (whole) soften<false>(state, scores, seen, factor, first_query, first_key, q_len, kv_end, lane);
             else soften<true>(state, scores, seen, factor, first_query, first_key, q_len, kv_end, lane);
-#if DROPOUT
-            drop(scores, dropout, first_query, first_key, lane);
-#endif
+            if (DROPOUT) drop(scores, dropout, first_query, first_key, lane);
             multiply_values(state, scores, values, lane);  // O += P V
         }
         if (more) moved.store(keys);

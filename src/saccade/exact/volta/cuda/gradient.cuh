@@ -87,11 +87,7 @@ __device__ __forceinline__ bool any_far(const Tiles& tiles, int lane) {
 // c = left right^T for this warp's keys, along the head dim
 __device__ __forceinline__ void multiply_heads(float (&c)[ROW_TILES][GROUPS][8], const Half* left, const Half* right, int lane) {
     const int l = lane & 3, h = lane >> 4;
-#if HALF_SUMS
     Sums sums[ROW_TILES][GROUPS];
-#else
-    Sums(&sums)[ROW_TILES][GROUPS] = c;
-#endif
 #pragma unroll
     for (int i = 0; i < ROW_TILES * GROUPS; i++) clear(sums[i / GROUPS][i % GROUPS]);
 #pragma unroll
@@ -141,14 +137,8 @@ __device__ __forceinline__ void differentiate(
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             const int column = 8 * (GROUPS * warp + g);
-#if DROPOUT
-            const u32 own = survivors<8>(dropout, first_query + 32 * t + lane, first_key + column);
-#if HALF_SUMS
-            const u32 bits[1] = {own};
-#else
-            const u32 other = shuffle_xor(own, 2), bits[2] = {lane & 2 ? other : own, lane & 2 ? own : other};
-#endif
-#endif
+            u32 bits[LANE_ROWS];
+            if constexpr (DROPOUT) bits_of_rows(bits, survivors<8>(dropout, first_query + 32 * t + lane, first_key + column), lane);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 const int r = row_index(i), key = held_column(lane, i);
@@ -158,11 +148,11 @@ __device__ __forceinline__ void differentiate(
                 if (CHECKED) score -= most[r];
                 const float weight = exp2_fast(fmaf(score, rest, -shift[r]));
                 float kept = weight;
-#if DROPOUT
-                const bool survives = bits[r] >> key & 1;
-                kept = survives ? weight : 0.0f;
-                dweight = survives ? dweight * n.inverse : 0.0f;
-#endif
+                if constexpr (DROPOUT) {
+                    const bool survives = bits[r] >> key & 1;
+                    kept = survives ? weight : 0.0f;
+                    dweight = survives ? dweight * n.inverse : 0.0f;
+                }
                 scores[t][g][i] = kept;
                 dweights[t][g][i] = weight * (dweight - delta[r]);
             }

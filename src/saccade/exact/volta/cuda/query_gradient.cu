@@ -20,15 +20,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_query_gradie
     key += batch * key_batch + head / group * key_head;
     value += batch * value_batch + head / group * value_head;
     Numbers n = {.factor = factor, .inverse = inverse, .q_len = q_len, .kv_end = kv_len};
-#if LENGTHS
-    n.kv_end = min(kv_len, lengths[batch]);
-#endif
+    if (LENGTHS) n.kv_end = min(kv_len, lengths[batch]);
     const int end = CAUSAL ? min(n.kv_end, first_query + ROWS) : n.kv_end;
     const Mask seen = mask_of(mask, batch * mask_batch + head * mask_head, mask_row, mask_column);
     Dropout dropout = {.key0 = 0, .key1 = 0, .problem = (u32)problem, .groups = (u32)(kv_len + 3) / 4, .threshold = (u32)threshold};
-#if DROPOUT
-    dropout.key0 = (u32)*(const u64*)seed, dropout.key1 = (u32)(*(const u64*)seed >> 32);
-#endif
+    if (DROPOUT) dropout.key0 = (u32)*(const u64*)seed, dropout.key1 = (u32)(*(const u64*)seed >> 32);
     const Tiles tiles = tiles_of(shared_memory);
     {
         Share<ROWS, THREADS> moved;

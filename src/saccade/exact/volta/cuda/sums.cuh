@@ -27,6 +27,8 @@ __device__ __forceinline__ void narrow(Sums& sums, const float (&x)[8]) {
 }
 // x as A by rows: a[0], a[1] columns 0..3 of row `lane`; a[2], a[3] columns 4..7
 __device__ __forceinline__ void as_operand(const float (&x)[8], u32 (&a)[4], int lane) { narrow(a, x); }
+// bits of the columns of the lane's rows, of which it has computed those of row `lane`
+__device__ __forceinline__ void bits_of_rows(u32 (&bits)[1], u32 own, int lane) { bits[0] = own; }
 // a tile's sums to those of all tiles
 __device__ __forceinline__ void add(Sums& sums, const Sums& tile) {
 #pragma unroll
@@ -58,6 +60,10 @@ __device__ __forceinline__ void widen(float (&x)[8], const Sums& sums) {
 }
 __device__ __forceinline__ void narrow(Sums& sums, const float (&x)[8]) { widen(sums, x); }
 __device__ __forceinline__ void as_operand(const float (&x)[8], u32 (&a)[4], int lane) { as_rows(x, a, lane); }
+__device__ __forceinline__ void bits_of_rows(u32 (&bits)[2], u32 own, int lane) {
+    const u32 other = shuffle_xor(own, 2);
+    bits[0] = lane & 2 ? other : own, bits[1] = lane & 2 ? own : other;
+}
 #endif
 
 __device__ __forceinline__ void clear(Sums& sums) {

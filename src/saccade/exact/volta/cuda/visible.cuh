@@ -22,19 +22,17 @@ template <bool CHECKED>
 __device__ __forceinline__ float finish(float score, float factor, const Mask& mask, int query, int key, int q_len, int kv_end) {
     if (!FACTORED) score *= factor;
     const bool inside = !CHECKED || (query < q_len && key < kv_end && !(CAUSAL && key > query));
-#if MASK
-    if (inside) {
+    if (MASK && inside) {
         const int64 at = query * mask.row + key * mask.column;
-#if MASK == 1
-        if (!mask.base[at]) score = MINUS_INFINITY;
-#elif MASK == 2
-        score = fmaf(floats_of(((const Half*)mask.base)[at]).x, LOG2E, score);
-#else
-        // a bias beyond 2.36e38 would overflow in base 2, and -inf hides a key
-        const float bias = ((const float*)mask.base)[at], biased = fmaf(bias, LOG2E, score);
-        score = biased > LARGEST && bias <= LARGEST ? LARGEST : biased < -LARGEST && bias >= -LARGEST ? -LARGEST : biased;
-#endif
+        if constexpr (MASK == 1) {
+            if (!mask.base[at]) score = MINUS_INFINITY;
+        } else if constexpr (MASK == 2) {
+            score = fmaf(floats_of(((const Half*)mask.base)[at]).x, LOG2E, score);
+        } else {
+            // a bias beyond 2.36e38 would overflow in base 2, and -inf hides a key
+            const float bias = ((const float*)mask.base)[at], biased = fmaf(bias, LOG2E, score);
+            score = biased > LARGEST && bias <= LARGEST ? LARGEST : biased < -LARGEST && bias >= -LARGEST ? -LARGEST : biased;
+        }
     }
-#endif
     return inside ? score : MINUS_INFINITY;
 }

@@ -21,14 +21,17 @@
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
 
+#ifndef BIAS
+#define BIAS 0
+#endif
 constexpr int WARPGROUPS = 2;
 constexpr int BLOCK = 64 * WARPGROUPS;        // rows of a thread block
 constexpr int COLUMNS = HEAD_DIM / 64;        // column blocks of 128 bytes
 constexpr int OWN_BYTES = 64 * HEAD_DIM * 2;  // one operand of one warpgroup
 constexpr int PRODUCER_WARPS = 4;
-#if BIAS
-constexpr float FAR = 1024.0f;  // an lse beyond it has lost more than 3e-5 of the logarithm of the sum
-#endif
+constexpr float FAR = 1024.0f;           // an lse beyond it has lost more than 3e-5 of the logarithm of the sum
+constexpr int EARLY = 48;                // with a block mask block 0 of so many heads comes first, see block_order.cuh
+constexpr int NUMBER = BIAS ? BIAS : 4;  // bytes of a number of the bias; any where there is none
 
 struct Sizes {
     int heads, group;      // query heads; query heads of a key head
@@ -39,12 +42,10 @@ struct Sizes {
     int present;           // bits 0, 1: queries differ along batch, heads; 2, 3: keys; 4, 5: values; 6, 7: dout
     int vectors;           // whether four words of the selection begin at a multiple of 16 bytes
     long long mask_batch, mask_head, mask_row;  // of the block mask, for dK and dV transposed; its columns are adjacent
-#if BIAS
-    // columns are adjacent, rows begin at multiples of 16 bytes, and as many columns, a multiple of 16 bytes too, may be read
+    // BIAS: columns are adjacent, rows begin at multiples of 16 bytes, and as many columns, a multiple of 16 bytes too, may be read
     const unsigned char* bias;
     long long bias_batch, bias_head, bias_row;  // in numbers
     int bias_columns;
-#endif
     float exponent;        // scale * log2(e)
     float scale, spared;   // spared: 1 / (1 - dropout_p)
     u32 threshold;         // a weight survives if its draw of 24 bits is no less
@@ -53,10 +54,6 @@ struct Sizes {
 __device__ __forceinline__ int lane_of() {
     return thread_of() % 32;
 }
-
-#if BLOCKS && !CAUSAL
-constexpr int EARLY = 48;  // of so many heads block 0 comes first, see block_order.cuh
-#endif
 
 __device__ __forceinline__ void store_shared(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
@@ -112,24 +109,22 @@ __device__ __forceinline__ bool survives(u64 seed, const Sizes& sizes, int probl
     return (key & 2 ? high : low) >> 8 >= sizes.threshold;
 }
 
-#if BIAS
 // Copies ROWS x COLUMNS_OF numbers of the bias, from a query and a key on, to rows of PITCH bytes; thread `thread` of THREADS does its part. Numbers
 // after the last query or column are zeros.
 template <int ROWS, int COLUMNS_OF, int PITCH, int THREADS>
 __device__ __forceinline__ void copy_bias(u32 to, const Sizes& sizes, int batch, int head, int query, int key, int thread) {
-    constexpr int CHUNKS = COLUMNS_OF * BIAS / 16, AT_ONCE = THREADS / CHUNKS;  // of 16 bytes; rows
+    constexpr int CHUNKS = COLUMNS_OF * NUMBER / 16, AT_ONCE = THREADS / CHUNKS;  // of 16 bytes; rows
     static_assert(THREADS % CHUNKS == 0 && ROWS % AT_ONCE == 0 && PITCH % 16 == 0);
-    const int row = query + thread / CHUNKS, column = key + thread % CHUNKS * (16 / BIAS);
-    const unsigned char* from = sizes.bias + (batch * sizes.bias_batch + head * sizes.bias_head + row * sizes.bias_row + column) * BIAS;
+    const int row = query + thread / CHUNKS, column = key + thread % CHUNKS * (16 / NUMBER);
+    const unsigned char* from = sizes.bias + (batch * sizes.bias_batch + head * sizes.bias_head + row * sizes.bias_row + column) * NUMBER;
     to += thread / CHUNKS * PITCH + thread % CHUNKS * 16;
 #pragma unroll 1
     for (int i = 0; i < ROWS / AT_ONCE; i++) {
         const bool inside = row + i * AT_ONCE < sizes.q_len && column < sizes.bias_columns;
         copy_16(to + i * AT_ONCE * PITCH, inside ? from : sizes.bias, inside);
-        from += AT_ONCE * sizes.bias_row * BIAS;
+        from += AT_ONCE * sizes.bias_row * NUMBER;
     }
 }
-#endif
 
 // copies of 64 rows, in column blocks of 64
 __device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, u32 barrier, int row, int head, int batch, int bytes = ROWS_64) {

@@ -49,10 +49,10 @@ struct KeyBlock {
     __device__ __forceinline__ explicit KeyBlock(const Sizes& sizes) {
         int blocks = (sizes.kv_len + BLOCK - 1) / BLOCK, owner = blockIdx.x / blocks, kv_heads = sizes.heads / sizes.group;
         first_key = blockIdx.x % blocks * BLOCK;  // causal: long ones first
-#if BLOCKS && !CAUSAL
-        order_blocks(blockIdx.x, gridDim.x / blocks, blocks, EARLY, owner, first_key);
-        first_key *= BLOCK;
-#endif
+        if constexpr (BLOCKS && !CAUSAL) {
+            order_blocks(blockIdx.x, gridDim.x / blocks, blocks, EARLY, owner, first_key);
+            first_key *= BLOCK;
+        }
         batch = owner / kv_heads;
         kv_head = owner % kv_heads;
         begin = CAUSAL ? first_key / 64 : 0;
@@ -87,9 +87,7 @@ struct Producer {
     const TensorMap &query_map, &key_map, &value_map, &dout_map;
     const unsigned* kept;
     const float *lse, *delta;
-#if BIAS
-    const float* log_inverse;
-#endif
+    const float* log_inverse;  // BIAS
     const Sizes& sizes;
     const KeyBlock& work;
     KeyGradientShared shared;
@@ -141,7 +139,6 @@ struct Producer {
         stats[1] = query + 32 < sizes.q_len ? numbers[row + 32] : 0.0f;
     }
 
-#if BIAS
     // the tile of the bias, and with the second 64 keys what corrects the weights
     __device__ __forceinline__ void bring_bias(int step, int stage) const {
         int query = 64 * work.tile(step), head = work.head(step, sizes);
@@ -156,7 +153,6 @@ struct Producer {
             store_shared(to + 32, __float_as_uint(query + 32 < sizes.q_len ? at[32] : 0.0f));
         }
     }
-#endif
 
     __device__ __forceinline__ void store(int stage) const {
         int lane = lane_of();
@@ -179,9 +175,7 @@ struct Producer {
             barrier_wait(shared.barrier(EMPTY + stage), parity_of(n) ^ 1);
             if (thread_of() % 64 == 0) load_tile(step, stage);
             __syncwarp();
-#if BIAS
-            bring_bias(step, stage);
-#endif
+            if constexpr (BIAS) bring_bias(step, stage);
             // The bits are not fetched before the wait, since 24 registers hold no more; the ring is long enough to hide their latency.
             fetch(step);
             store(stage);
@@ -203,10 +197,8 @@ struct Consumer {
     float scores[32], dprobs[32];  // [8 queries][h][2 queries]; weights take the place of scores
     u32 probs[16], dscores[16];    // rounded
     u32 even[2][2], odd[2][2];     // bits of a tile, [h][32 queries]
-#if DROPOUT
-    u64 seed;
+    u64 seed;   // DROPOUT
     u32 alive;  // bit 4 i + 2 h + b: the weight in scores[4 i + 2 h + b] survives
-#endif
 
     __device__ __forceinline__ Consumer(const Sizes& sizes, const KeyBlock& work, const KeyGradientShared& shared)
         : sizes(sizes), work(work), shared(shared), t(threadIdx.x % 4) {
@@ -239,7 +231,6 @@ struct Consumer {
 
     __device__ __forceinline__ u32 mask(int i, int h) const { return pair_mask(even[h][i / 4], odd[h][i / 4], i % 4); }
 
-#if DROPOUT
     __device__ __forceinline__ void draw(int step) {
         int problem = work.batch * sizes.heads + work.head(step, sizes);
         int key = work.first_key + int(threadIdx.x - 128) / 32 * 16 + lane_of() / 4, query = 64 * work.tile(step) + 2 * t;
@@ -248,21 +239,19 @@ struct Consumer {
         for (int e = 0; e < 32; e++)
             if (survives(seed, sizes, problem, query + e / 4 * 8 + e % 2, key + e / 2 % 2 * 8)) alive |= 1u << e;
     }
-    __device__ __forceinline__ float dropped(float x, int e) const { return alive >> e & 1 ? x * sizes.spared : 0.0f; }
-#else
-    __device__ __forceinline__ float dropped(float x, int) const { return x; }
-#endif
+    __device__ __forceinline__ float dropped(float x, int e) const {
+        if constexpr (!DROPOUT) return x;
+        return alive >> e & 1 ? x * sizes.spared : 0.0f;
+    }
 
-#if BIAS
     // scores -> weights, of column groups i and i + 1
     __device__ __forceinline__ void weigh_two(int stage, int i) {
         int key = int(threadIdx.x - 128) / 32 * 16;
-#if BIAS == 2
-        // four blocks of 8 queries and 8 keys, turned round: [group][h]
-        u32 words[4];
-        int lane = lane_of();
-        load_transposed(words, shared.bias(stage) + (8 * (i + lane / 16) + lane % 8) * BIAS_PITCH + (key + lane / 8 % 2 * 8) * 2);
-#endif
+        u32 words[4];  // four blocks of 8 queries and 8 keys, turned round: [group][h]
+        if constexpr (BIAS == 2) {
+            int lane = lane_of();
+            load_transposed(words, shared.bias(stage) + (8 * (i + lane / 16) + lane % 8) * BIAS_PITCH + (key + lane / 8 % 2 * 8) * 2);
+        }
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             float shift[2], more[2];
@@ -270,37 +259,33 @@ struct Consumer {
             load_shared(shared.stats(stage) + 2 * STATS_BYTES + 80 * t + 8 * (i + n), more[0], more[1]);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-#if BIAS == 2
-                float2 two = floats_of(words[2 * n + h]);
-#else
-                u32 at = shared.bias(stage) + (8 * (i + n) + 2 * t) * BIAS_PITCH + (key + lane_of() / 4 + 8 * h) * 4;
-                float2 two = make_float2(__uint_as_float(load_shared(at)), __uint_as_float(load_shared(at + BIAS_PITCH)));
-#endif
+                float2 two;
+                if constexpr (BIAS == 2) {
+                    two = floats_of(words[2 * n + h]);
+                } else {
+                    u32 at = shared.bias(stage) + (8 * (i + n) + 2 * t) * BIAS_PITCH + (key + lane_of() / 4 + 8 * h) * 4;
+                    two = make_float2(__uint_as_float(load_shared(at)), __uint_as_float(load_shared(at + BIAS_PITCH)));
+                }
                 float &x = scores[4 * (i + n) + 2 * h], &y = scores[4 * (i + n) + 2 * h + 1];
                 x = exp2_fast(fmaf(fmaf(x, sizes.scale, two.x) + shift[0], LOG2E, more[0]));
                 y = exp2_fast(fmaf(fmaf(y, sizes.scale, two.y) + shift[1], LOG2E, more[1]));
             }
         }
     }
-#endif
 
     // scores -> weights, kept in float for dS, and rounded for dV
     __device__ __forceinline__ void exponentiate(int stage) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-#if BIAS
-            if (i % 2 == 0) weigh_two(stage, i);
-#else
             float shift[2];
-            load_shared(shared.stats(stage) + 80 * t + 8 * i, shift[0], shift[1]);
-#endif
+            if (BIAS && i % 2 == 0) weigh_two(stage, i);
+            if constexpr (!BIAS) load_shared(shared.stats(stage) + 80 * t + 8 * i, shift[0], shift[1]);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 int e = 4 * i + 2 * h;
-#if !BIAS
 #pragma unroll
-                for (int b = 0; b < 2; b++) scores[e + b] = exp2_fast(fmaf(scores[e + b], sizes.exponent, shift[b]));
-#endif
+                for (int b = 0; b < 2; b++)
+                    if constexpr (!BIAS) scores[e + b] = exp2_fast(fmaf(scores[e + b], sizes.exponent, shift[b]));
                 probs[2 * i + h] = pack(dropped(scores[e], e), dropped(scores[e + 1], e + 1)) & mask(i, h);
             }
         }
@@ -322,21 +307,25 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void run(const Shows& shows) {
-        Steps steps(work.steps(sizes));
         barrier_wait(shared.barrier(FULL_OWN), 0);
-#if OWN_REGISTERS
-        u32 keys[HEAD_DIM / 4], values[HEAD_DIM / 4];
-        load_fragments(keys, shared.keys(warpgroup));
-        load_fragments(values, shared.values(warpgroup));
-#else
-        u32 keys = shared.keys(warpgroup), values = shared.values(warpgroup);
-#endif
+        if constexpr (OWN_REGISTERS) {
+            u32 keys[HEAD_DIM / 4], values[HEAD_DIM / 4];
+            load_fragments(keys, shared.keys(warpgroup));
+            load_fragments(values, shared.values(warpgroup));
+            run_with(keys, values, shows);
+        } else {
+            run_with(shared.keys(warpgroup), shared.values(warpgroup), shows);
+        }
+    }
+
+    // `keys` and `values`: fragments in registers, or addresses of rows in shared memory
+    template <class Own>
+    __device__ __forceinline__ void run_with(const Own& keys, const Own& values, const Shows& shows) {
+        Steps steps(work.steps(sizes));
         int n = -1, step = next_tile(steps, shows, shared, warpgroup, n);
         for (n++; step < steps.total; n++) {
             int stage = stage_of(n);
-#if DROPOUT
-            draw(step);
-#endif
+            if constexpr (DROPOUT) draw(step);
             barrier_wait(shared.barrier(FULL + stage), parity_of(n));
             products_begin();
             // S^T = K Q^T, dP^T = V dO^T
@@ -345,9 +334,7 @@ struct Consumer {
             load_bits(stage);
             // dV and dK of the tile before are done too
             products_wait<1>();
-#if !BLOCKS
-            if (n > 0) release(shared, stage_of(n - 1));
-#endif
+            if (!BLOCKS && n > 0) release(shared, stage_of(n - 1));
             exponentiate(stage);  // P^T = exp(S^T - lse)
             products_begin();
             issue_rows(dvalue, probs, shared.dout(stage));  // dV += P^T dO
@@ -356,10 +343,8 @@ struct Consumer {
             products_begin();
             issue_rows(dkey, dscores, shared.query(stage));  // dK += dS^T Q
             products_wait<DROPOUT || BLOCKS ? 0 : 1>();  // dV: frees the registers of its operand. No product may run while `draw` loops
-#if BLOCKS
             // The place is given back at once: before its next tile this warpgroup may have to pass tiles that come to the same place.
-            release(shared, stage);
-#endif
+            if (BLOCKS) release(shared, stage);
             step = next_tile(steps, shows, shared, warpgroup, n);
         }
         products_wait<0>();
@@ -410,9 +395,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     } else {
         take_registers<252 - PRODUCER_REGISTERS / 2>();
         Consumer consumer(sizes, work, shared);
-#if DROPOUT
-        consumer.seed = *seed;
-#endif
+        if constexpr (DROPOUT) consumer.seed = *seed;
         consumer.run(shows);
         int first = work.first_key + 64 * consumer.warpgroup, rows = sizes.kv_len - first;
         store_rows(consumer.dvalue, 1.0f, dvalue + work.batch * dvalue_batch + work.kv_head * dvalue_head + first * dvalue_row, dvalue_row, rows, head_dim);

@@ -40,9 +40,7 @@ struct QueryBlock {
     __device__ __forceinline__ explicit QueryBlock(const Sizes& sizes) {
         int blocks = (sizes.q_len + BLOCK - 1) / BLOCK, problem = blockIdx.x / blocks, block = blockIdx.x % blocks;
         if (CAUSAL) block = blocks - 1 - block;  // long ones first
-#if BLOCKS && !CAUSAL
-        order_blocks(blockIdx.x, gridDim.x / blocks, blocks, EARLY, problem, block);
-#endif
+        if (BLOCKS && !CAUSAL) order_blocks(blockIdx.x, gridDim.x / blocks, blocks, EARLY, problem, block);
         batch = problem / sizes.heads;
         head = problem % sizes.heads;
         first_query = block * BLOCK;
@@ -140,11 +138,11 @@ struct Producer {
             barrier_wait(shared.barrier(EMPTY + stage), parity_of(n) ^ 1);
             if (threadIdx.x == 0) load_tile(step, stage);
             store(stage);
-#if BIAS
-            copy_bias<BLOCK, BLOCK_KV, BIAS_PITCH, 32 * PRODUCER_WARPS>(
-                shared.bias(stage), sizes, work.batch, work.head, work.first_query, step * BLOCK_KV, thread_of());
-            barrier_arrive_after_copies(shared.barrier(FULL + stage));
-#endif
+            if constexpr (BIAS) {
+                copy_bias<BLOCK, BLOCK_KV, BIAS_PITCH, 32 * PRODUCER_WARPS>(
+                    shared.bias(stage), sizes, work.batch, work.head, work.first_query, step * BLOCK_KV, thread_of());
+                barrier_arrive_after_copies(shared.barrier(FULL + stage));
+            }
             __syncwarp();
             if (lane_of() == 0) barrier_arrive(shared.barrier(FULL + stage));
             step = steps.next(shows);
@@ -171,17 +169,13 @@ struct Consumer {
     QueryGradientShared shared;
     int warpgroup, t;
     float shift[2], sums[2];  // -lse (base 2; with a bias natural) and delta of rows g and g + 8
-#if BIAS
-    float totals[2] = {0.0f, 0.0f};  // sums of weights, if `far`
+    float totals[2] = {0.0f, 0.0f};  // BIAS: sums of weights, if `far`
     bool far;                        // whether lse has lost the logarithm of the sum in a row of this warp
-#endif
     float dquery[HEAD_DIM / 2];
     float scores[BLOCK_KV / 2], dprobs[BLOCK_KV / 2];  // [8 keys][h][2 keys]; weights take the place of scores
     u32 dscores[BLOCK_KV / 4];  // rounded
-#if DROPOUT
-    u64 seed;
+    u64 seed;                  // DROPOUT
     u32 alive[BLOCK_KV / 64];  // bit 4 i + 2 h + b: the weight in scores[4 i + 2 h + b] survives
-#endif
 
     __device__ __forceinline__ Consumer(const Sizes& sizes, const QueryBlock& work, const QueryGradientShared& shared)
         : sizes(sizes), work(work), shared(shared), t(threadIdx.x % 4) {
@@ -201,12 +195,9 @@ struct Consumer {
             shift[h] = inside ? -(BIAS ? 1.0f : LOG2E) * lse[at] : 0.0f;
             sums[h] = inside ? delta[at] : 0.0f;
         }
-#if BIAS
-        far = __any_sync(~0u, is_far(0) || is_far(1));
-#endif
+        if constexpr (BIAS) far = __any_sync(~0u, is_far(0) || is_far(1));
     }
 
-#if BIAS
     __device__ __forceinline__ bool is_far(int h) const { return fabsf(shift[h]) > FAR && fabsf(shift[h]) <= LARGEST; }
 
     // dQ and the weights of a row are as many times too large as its weights add up to
@@ -250,6 +241,15 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void exponentiate(int stage) {
+        if constexpr (BIAS) {
+            exponentiate_biased(stage);
+        } else {
+#pragma unroll
+            for (int e = 0; e < BLOCK_KV / 2; e++) scores[e] = exp2_fast(fmaf(scores[e], sizes.exponent, shift[half_of(e)]));
+        }
+    }
+
+    __device__ __forceinline__ void exponentiate_biased(int stage) {
 #pragma unroll
         for (int i = 0; i < BLOCK_KV / 8; i++) {
 #pragma unroll
@@ -262,12 +262,6 @@ struct Consumer {
         }
         if (far) add_weights(stage);
     }
-#else
-    __device__ __forceinline__ void exponentiate(int) {
-#pragma unroll
-        for (int e = 0; e < BLOCK_KV / 2; e++) scores[e] = exp2_fast(fmaf(scores[e], sizes.exponent, shift[half_of(e)]));
-    }
-#endif
 
     // dQ += dS K
     __device__ __forceinline__ void issue_keys(int stage) {
@@ -277,7 +271,6 @@ struct Consumer {
         products_commit();
     }
 
-#if DROPOUT
     __device__ __forceinline__ void draw(int step) {
         int query = work.first_query + row(), key = step * BLOCK_KV + 2 * t, problem = work.problem(sizes);
 #pragma unroll
@@ -288,10 +281,10 @@ struct Consumer {
                 if (survives(seed, sizes, problem, query + e / 2 % 2 * 8, key + 64 * i + e / 4 * 8 + e % 2)) alive[i] |= 1u << e;
         }
     }
-    __device__ __forceinline__ float dropped(float x, int e) const { return alive[e / 32] >> (e % 32) & 1 ? x * sizes.spared : 0.0f; }
-#else
-    __device__ __forceinline__ float dropped(float x, int) const { return x; }
-#endif
+    __device__ __forceinline__ float dropped(float x, int e) const {
+        if constexpr (!DROPOUT) return x;
+        return alive[e / 32] >> (e % 32) & 1 ? x * sizes.spared : 0.0f;
+    }
 
     // dS of column group i and row g + 8 h, rounded. It is masked last, since a key that is not kept may hold NaN.
     __device__ __forceinline__ u32 dscore(int i, int h, u32 bits) const {
@@ -322,9 +315,7 @@ struct Consumer {
         int n = -1, step = next_tile(steps, shows, shared, warpgroup, n);
         for (n++; step < steps.total; n++) {
             int stage = stage_of(n);
-#if DROPOUT
-            draw(step);
-#endif
+            if constexpr (DROPOUT) draw(step);
             barrier_wait(shared.barrier(FULL + stage), parity_of(n));
             take_turn(warpgroup);
             products_begin();
@@ -389,9 +380,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     } else {
         take_registers<240>();
         Consumer consumer(sizes, work, shared);
-#if DROPOUT
-        consumer.seed = *seed;
-#endif
+        if constexpr (DROPOUT) consumer.seed = *seed;
         consumer.load_rows(lse, delta);
         consumer.run(shows);
 #if BIAS

@@ -10,20 +10,18 @@ enum Barrier { FULL, EMPTY = FULL + STAGES, FULL_OWN = EMPTY + STAGES, BARRIERS 
 // The steps of a thread block in order; with a block mask those that it shows. All lanes of a warp call `next` together.
 struct Steps {
     int total;
-#if BLOCKS
+    int following = 0;
+    // BLOCKS
     int base = -32;
     u32 window = 0;  // steps base .. base + 31 that are still to come
     u32 own;         // of these steps, those of this warpgroup
-#else
-    int following = 0;
-#endif
 
     __device__ __forceinline__ explicit Steps(int total) : total(total) {}
 
     // `shows(step)`: whether the block mask shows it
     template <class Shows>
     __device__ __forceinline__ int next(const Shows& shows) {
-#if BLOCKS
+        if constexpr (!BLOCKS) return following++;
         while (window == 0) {
             base += 32;
             if (base >= total) return total;
@@ -33,12 +31,8 @@ struct Steps {
         int step = base + __ffs(window) - 1;
         window &= window - 1;
         return step;
-#else
-        return following++;
-#endif
     }
 
-#if BLOCKS
     // The next step that the block mask shows to this warpgroup, `shows(step, warpgroup)`; `pass()` is called for each that it shows to the other
     // alone.
     template <class Shows, class Pass>
@@ -58,16 +52,11 @@ struct Steps {
             pass();
         }
     }
-#endif
 };
 
-#if BLOCKS
-// Each warp of a consumer tells that it has done with a tile: where its warpgroup passes tiles without products, one warp could be a whole pass
-// through the ring ahead of another, for which the parities are then those of another pass.
-#define RELEASES (4 * WARPGROUPS)
-#else
-#define RELEASES WARPGROUPS
-#endif
+// BLOCKS: each warp of a consumer tells that it has done with a tile: where its warpgroup passes tiles without products, one warp could be a whole
+// pass through the ring ahead of another, for which the parities are then those of another pass.
+constexpr int RELEASES = BLOCKS ? 4 * WARPGROUPS : WARPGROUPS;
 
 template <class Shared>
 __device__ __forceinline__ void release(const Shared& shared, int stage) {
@@ -78,15 +67,16 @@ __device__ __forceinline__ void release(const Shared& shared, int stage) {
 // warpgroup alone sees, which are waited for and released.
 template <class Shared, class Shows>
 __device__ __forceinline__ int next_tile(Steps& steps, const Shows& shows, const Shared& shared, int warpgroup, int& n) {
-#if BLOCKS
-    int following = n + 1;
-    int step = steps.next_own(shows, warpgroup, [&] {
-        barrier_wait(shared.barrier(FULL + stage_of(following)), parity_of(following));
-        release(shared, stage_of(following++));
-    });
-    n = following - 1;
-#else
-    int step = steps.next(shows);
-#endif
+    int step;
+    if constexpr (BLOCKS) {
+        int following = n + 1;
+        step = steps.next_own(shows, warpgroup, [&] {
+            barrier_wait(shared.barrier(FULL + stage_of(following)), parity_of(following));
+            release(shared, stage_of(following++));
+        });
+        n = following - 1;
+    } else {
+        step = steps.next(shows);
+    }
     return __shfl_sync(~0u, step, 0);
 }

@@ -32,12 +32,11 @@ static_assert(STAGES * STAGE_BYTES + BLOCK_Q * QUERY_ROW_BYTES + (TURNS ? 8 : 0)
 static_assert(PARTS == 1 || (PARTS == STEPS && TALL == 2 && TURNS && !DROPOUT), "parts are products over 32 keys");
 static_assert(SELECTION != SELECT_UNORDERED || !DROPOUT, "dropout reads codes in order");
 
-#if PARTS > 1
+// PARTS > 1
 constexpr float CODES_OF_TWO = CODES_ZERO + (CODES_BEGIN > CODES_ZERO ? 0x8888 : 0);
 // bfloat16 holds what float32 does: the sum of a row tells of weights that are too large, and none is made for each tile
 constexpr bool SUM_GOES_ON = BF16;
 constexpr float MOST = 1073741824.0f;  // as many keys of weight 1 there are not
-#endif
 
 struct WarpRows : Operands {
     using Operands::Operands;
@@ -69,7 +68,6 @@ struct WarpRows : Operands {
         for (int i = 0; i < VALUE_UNITS; i++) multiply_values(part, i, stage);
     }
 
-#if PARTS > 1
     // what else is multiplied while weights of a part are selected: S of the next part, then P V of the one before
     static __device__ __forceinline__ constexpr int others(int part) { return (part + 1 < PARTS ? KEY_UNITS : 0) + (part ? VALUE_UNITS : 0); }
     __device__ __forceinline__ void multiply_other(int part, int i, int stage, u32 (&a)[TALL][4]) {
@@ -186,7 +184,6 @@ struct WarpRows : Operands {
             if (query < sizes.q_len && word + i < sizes.words) to[i] = bits;
         }
     }
-#endif
 };
 
 // whether some of `count` queries of one block of 64 see a tile
@@ -195,12 +192,12 @@ __device__ __forceinline__ bool sees(const unsigned char* mask, int query, int c
     return !BLOCKS || mask[query / 64 * sizes.mask_row + tile];
 }
 
-#if STAGES > 2
 // Tile after tile, a turn each. A warp arrives for a turn early in the tile before it: by then the warp's copies for the turn's tile have landed,
 // and the warp is done with the tile before that. It waits for the turn before it reads the turn's tile. When a warp asks for a tile that will lie
 // two or more places ahead, all warps have arrived for the tile in hand, so all are done with the tile whose place the new one takes. Every warp
 // goes through all tiles, whether its queries see them or not: otherwise others would wait for its arrivals for ever.
-__device__ __forceinline__ void go_in_turns(WarpRows& warp, KeyTiles& all_keys, ValueTiles& all_values, u32 turns, int tile, int own, u32* kept) {
+template <class Warp>
+__device__ __forceinline__ void go_in_turns(Warp& warp, KeyTiles& all_keys, ValueTiles& all_values, u32 turns, int tile, int own, u32* kept) {
     const int q_len = warp.rows[0].sizes.q_len, kv_len = warp.rows[0].sizes.kv_len;
     int to_copy = tile - 1, place = 1, stage = 0, turn = 0;
     auto ask = [&] {
@@ -237,25 +234,25 @@ __device__ __forceinline__ void go_in_turns(WarpRows& warp, KeyTiles& all_keys, 
     warp.keep_query();
     for (; tile >= 0; step()) {
         turns_wait(turns, turn++);
-#if PARTS > 1
-        if (tile == seen)
-            warp.attend_first(tile, stage, kept, ask, land);
-        else
-            warp.attend(tile, stage, kept, ask, land);
-#else
-        warp.multiply_keys_of(0, stage);
-        ask();
-        if (AHEAD == 2) land();
-        if (tile == seen)
-            warp.weigh<true>(tile, kept);
-        else
-            warp.weigh<false>(tile, kept);
-        if (AHEAD == 1) land();
-        warp.multiply_values_of(0, stage);
-#endif
+        if constexpr (PARTS > 1) {
+            if (tile == seen)
+                warp.attend_first(tile, stage, kept, ask, land);
+            else
+                warp.attend(tile, stage, kept, ask, land);
+        } else {
+            warp.multiply_keys_of(0, stage);
+            ask();
+            if (AHEAD == 2) land();
+            if (tile == seen)
+                warp.template weigh<true>(tile, kept);
+            else
+                warp.template weigh<false>(tile, kept);
+            if (AHEAD == 1) land();
+            warp.multiply_values_of(0, stage);
+        }
     }
 }
-#else
+
 // Tile after tile, a barrier of the block in each.
 template <class Following>
 __device__ __forceinline__ void go_together(
@@ -324,7 +321,6 @@ __device__ __forceinline__ void go_together(
         tile = next;
     }
 }
-#endif
 
 // The thread block's problem and the first of its queries. The long blocks of a causal problem come first, and `grouped` problems take turns:
 // with one problem after the other, the longest block of the last problem would begin when other multiprocessors are already done, and would run
@@ -379,18 +375,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     block_mask += batch * mask_batch + head * mask_head;
 
     WarpRows warp(sizes, shared_address(shared_memory));
-#if STAGES > 2
     const u32 turns = warp.keys(STAGES) + BLOCK_Q * QUERY_ROW_BYTES;
-    if (threadIdx.x == 0) turns_begin(turns, WARPS);
-    __syncthreads();
-#endif
+    if constexpr (TURNS) {
+        if (threadIdx.x == 0) turns_begin(turns, WARPS);
+        __syncthreads();
+    }
     // the first query of this warp; shuffled, it is known to be the same for all its threads
     int own = first + __shfl_sync(~0u, threadIdx.x / 32, 0) * (16 * TALL);
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
-#if DROPOUT
-        warp.rows[m].seed = *seed;
-#endif
+        if constexpr (DROPOUT) warp.rows[m].seed = *seed;
         warp.rows[m].begin(problem, own + 16 * m);
     }
     warp.copy_query(query, query_row, first);
@@ -412,11 +406,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     int tile = following(tiles - 1);
     KeyTiles all_keys(key, key_row, tile);
     ValueTiles all_values(value, value_row, tile);
-#if STAGES > 2
-    go_in_turns(warp, all_keys, all_values, turns, tile, own, kept);
-#else
-    go_together(warp, all_keys, all_values, tile, own, whole, block_mask, following, kept);
-#endif
+    if constexpr (TURNS)
+        go_in_turns(warp, all_keys, all_values, turns, tile, own, kept);
+    else
+        go_together(warp, all_keys, all_values, tile, own, whole, block_mask, following, kept);
     copies_wait<0>();
     find_block(problem, first, problems, q_len);  // computed again: kept in registers over the tiles, the results were spilled
     own = first + threadIdx.x / 32 * (16 * TALL);

@@ -13,6 +13,7 @@
 // OVERLAP (select while P V of the same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT,
 // BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), QUERY_BITS (a mask of queries and keys), BIAS (bytes of its numbers, or 0), SPLIT (blocks of the last wave by parts
 // of their keys, see `last_wave.py`), SELECTION.
+#define TALL 0  // a warpgroup has 64 queries
 #define SCORE_GROUP(q, j) ((j) * (BLOCK_KV / 16) + (q))
 #include "rows.cuh"
 
@@ -56,41 +57,34 @@ struct QueryBlock {
     int part = -1, first_tile = 0;  // SPLIT: which part of all, -1 for a whole block; its tiles are first_tile .. tiles - 1
 
     __device__ __forceinline__ QueryBlock(int index, const Sizes& sizes) {
-        int block;
-#if SPLIT
-        int turn = 0;
-        if (index >= sizes.whole) {
+        int block, turn = 0;
+        if (SPLIT && index >= sizes.whole) {
             part = index - sizes.whole;
             turn = part % sizes.parts;
             index = sizes.whole + part / sizes.parts;
         }
-#endif
-#if CAUSAL
-        // long blocks first
-        int blocks = (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q;
-        problem = index / blocks;
-        block = blocks - 1 - index % blocks;
-#elif EARLY
-        order_blocks(index, sizes.problems, (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q, EARLY, problem, block);
-#else
-        int whole = sizes.q_len / BLOCK_Q, others = sizes.q_len % BLOCK_Q ? sizes.problems : 0;
-#if !PERSISTENT
-        // blocks that are not full come last, where they fill up the last wave
-        index = index < whole * sizes.problems ? index + others : index - whole * sizes.problems;
-#endif
-        bool full = index >= others;
-        problem = full ? (index - others) / whole : index;
-        block = full ? (index - others) % whole : whole;
-#endif
+        if constexpr (CAUSAL) {
+            // long blocks first
+            int blocks = (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q;
+            problem = index / blocks;
+            block = blocks - 1 - index % blocks;
+        } else if constexpr (EARLY) {
+            order_blocks(index, sizes.problems, (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q, EARLY, problem, block);
+        } else {
+            int whole = sizes.q_len / BLOCK_Q, others = sizes.q_len % BLOCK_Q ? sizes.problems : 0;
+            // blocks that are not full come last, where they fill up the last wave
+            if (!PERSISTENT) index = index < whole * sizes.problems ? index + others : index - whole * sizes.problems;
+            bool full = index >= others;
+            problem = full ? (index - others) / whole : index;
+            block = full ? (index - others) % whole : whole;
+        }
         first_query = block * BLOCK_Q;
         int end = KEYS ? sizes.key_spans[2 * sizes.key_row(problem)] : keys_of(first_query, BLOCK_Q, sizes);
         tiles = (end + BLOCK_KV - 1) / BLOCK_KV;
-#if SPLIT
-        if (part >= 0) {
+        if (SPLIT && part >= 0) {
             first_tile = tiles * turn / sizes.parts;
             tiles = tiles * (turn + 1) / sizes.parts;
         }
-#endif
     }
 
     // how many keys are seen by at least one of `count` queries, the first of which is `query`
@@ -111,9 +105,7 @@ struct Schedule {
     __device__ __forceinline__ explicit Schedule(const Sizes& sizes) {
         int rest = sizes.q_len % BLOCK_Q;
         total = PERSISTENT ? (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q * sizes.problems : int(blockIdx.x) + 1;
-#if SPLIT && PERSISTENT
-        total = sizes.whole + (total - sizes.whole) * sizes.parts;
-#endif
+        if (SPLIT && PERSISTENT) total = sizes.whole + (total - sizes.whole) * sizes.parts;
         others = !CAUSAL && rest ? sizes.problems : 0;
         pairs = rest <= 64 && total > gridDim.x ? others / 2 : 0;
     }
@@ -154,24 +146,24 @@ __device__ __forceinline__ int load_seen(const FusedShared& shared, int tile) {
 // which warpgroups of a block of queries see each key tile, which is a column of the block mask
 __device__ __forceinline__ void find_seen(const QueryBlock& work, const FusedShared& shared, const unsigned char* mask, const Sizes& sizes) {
     const unsigned char* rows = mask + work.problem / sizes.heads * sizes.mask_batch + work.problem % sizes.heads * sizes.mask_head;
-#if OWN_TILES
-    int own = work.first_query / 64, tile = threadIdx.x;
-    for (int word = threadIdx.x / 32; 32 * word < work.tiles; word += blockDim.x / 32, tile += blockDim.x) {
-        bool shown = tile < work.tiles && !(CAUSAL && tile > own) && rows[own * sizes.mask_row + tile];
-        u32 bits = __ballot_sync(~0u, shown);
-        if (threadIdx.x % 32 == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared.seen_word(word)), "r"(bits) : "memory");
-    }
-#else
-    for (int tile = threadIdx.x; tile < work.tiles; tile += blockDim.x) {
-        int seen = 0;
-        for (int w = 0; w < WARPGROUPS; w++) {
-            int query = work.first_query + 64 * w;
-            bool hidden = query >= sizes.q_len || (CAUSAL && tile > query / 64);
-            if (!hidden && rows[query / 64 * sizes.mask_row + tile]) seen |= 1 << w;
+    if constexpr (OWN_TILES) {
+        int own = work.first_query / 64, tile = threadIdx.x;
+        for (int word = threadIdx.x / 32; 32 * word < work.tiles; word += blockDim.x / 32, tile += blockDim.x) {
+            bool shown = tile < work.tiles && !(CAUSAL && tile > own) && rows[own * sizes.mask_row + tile];
+            u32 bits = __ballot_sync(~0u, shown);
+            if (threadIdx.x % 32 == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared.seen_word(word)), "r"(bits) : "memory");
         }
-        asm volatile("st.shared.u8 [%0], %1;" ::"r"(shared.seen(tile)), "r"(seen) : "memory");
+    } else {
+        for (int tile = threadIdx.x; tile < work.tiles; tile += blockDim.x) {
+            int seen = 0;
+            for (int w = 0; w < WARPGROUPS; w++) {
+                int query = work.first_query + 64 * w;
+                bool hidden = query >= sizes.q_len || (CAUSAL && tile > query / 64);
+                if (!hidden && rows[query / 64 * sizes.mask_row + tile]) seen |= 1 << w;
+            }
+            asm volatile("st.shared.u8 [%0], %1;" ::"r"(shared.seen(tile)), "r"(seen) : "memory");
+        }
     }
-#endif
 }
 
 // OWN_TILES: the tiles that are seen, the last one first. A byte for each tile would be looked at one after the other: of 256 tiles BigBird's mask
@@ -206,7 +198,13 @@ struct Producer {
 
     __device__ __forceinline__ void load(const QueryBlock& work) {
         int batch = work.problem / sizes.heads, head = work.problem % sizes.heads;
-#if OWN_TILES
+        if constexpr (OWN_TILES)
+            load_own_tiles(work, batch, head);
+        else
+            load_tiles(work, batch, head);
+    }
+
+    __device__ __forceinline__ void load_own_tiles(const QueryBlock& work, int batch, int head) {
         SeenTiles seen(shared, work.tiles);
         auto itself = [](u32 bits) { return bits; };
         int tile = seen.next(itself);
@@ -221,7 +219,9 @@ struct Producer {
             }
             load_values(tile, batch, head / sizes.group);
         }
-#else
+    }
+
+    __device__ __forceinline__ void load_tiles(const QueryBlock& work, int batch, int head) {
         load_query(work, batch, head);
         for (int tile = work.tiles - 1; tile >= work.first_tile; tile--) {
             if (BLOCKS && load_seen(shared, tile) == 0) continue;
@@ -229,7 +229,6 @@ struct Producer {
             load_values(tile, batch, head / sizes.group);
             place++;
         }
-#endif
     }
 
     __device__ __forceinline__ void load_query(const QueryBlock& work, int batch, int head) {
@@ -287,9 +286,7 @@ struct Producer {
 struct Consumer : Rows {
     FusedShared shared;
     int warpgroup, place = 0, query_parity = 0;
-#if QUERY_STEPS
-    u32 query[4 * QUERY_STEPS];  // of the first steps of S. The others read Q where it lies
-#endif
+    u32 query[QUERY_STEPS ? 4 * QUERY_STEPS : 1];  // of the first steps of S. The others read Q where it lies
 
     __device__ __forceinline__ Consumer(const Sizes& sizes, const FusedShared& shared) : Rows(sizes), shared(shared) {
         // The compiler takes a value that comes from a shuffle for the same in all lanes. It runs products one by one in a loop that it takes
@@ -298,16 +295,14 @@ struct Consumer : Rows {
     }
 
     // Warpgroups issue their products in turn; warpgroup w, the threads from 128 (w + 1) on, waits at barrier TURN + w.
-#if WARPGROUPS == 1
-    __device__ __forceinline__ void take_turn() {}
-    __device__ __forceinline__ void pass_turn() {}
-#else
-    __device__ __forceinline__ void take_turn() { sync_threads(TURN - 1 + thread_of() / 128, 256); }
+    __device__ __forceinline__ void take_turn() {
+        if constexpr (WARPGROUPS > 1) sync_threads(TURN - 1 + thread_of() / 128, 256);
+    }
     __device__ __forceinline__ void pass_turn() {
+        if constexpr (WARPGROUPS == 1) return;
         int mine = TURN - 1 + thread_of() / 128;
         pass_barrier(mine == TURN - 1 + WARPGROUPS ? TURN : mine + 1, 256);
     }
-#endif
 
     __device__ __forceinline__ void release(int barrier) {
         if (thread_of() % 128 == 0) barrier_arrive(shared.barrier(barrier));
@@ -316,12 +311,9 @@ struct Consumer : Rows {
     __device__ __forceinline__ void wait_query() {
         barrier_wait(shared.barrier(FULL_Q + warpgroup), query_parity);
         query_parity ^= 1;
-#if QUERY_STEPS
         load_query();
-#endif
     }
 
-#if QUERY_STEPS
     // fragments of 16 x 16: (row g, columns 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)
     __device__ __forceinline__ void load_query() {
         int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
@@ -330,7 +322,6 @@ struct Consumer : Rows {
             load_matrices(query + 4 * step, swizzled(shared.query(warpgroup) + step / 4 * ROWS_64, row, step % 4 * 2 + lane / 16));
         }
     }
-#endif
 
     // scores = Q K^T of the tile in hand
     __device__ __forceinline__ void issue_scores() {
@@ -340,15 +331,12 @@ struct Consumer : Rows {
         for (int step = 0; step < HEAD_DIM / 16; step++) {
             u64 columns = advance(b, columns_at(step, BLOCK_KV * 128));
             u64 rows = advance(a, columns_at(step, ROWS_64));
-#if QUERY_STEPS
-            if (step == 0)
+            if (QUERY_STEPS && step == 0)
                 Products<BLOCK_KV>::set(scores, query, columns);
+            else if (step == 0)
+                Products<BLOCK_KV>::set(scores, rows, columns);
             else if (step < QUERY_STEPS)
                 Products<BLOCK_KV>::add(scores, query + 4 * step, columns);
-#else
-            if (step == 0)
-                Products<BLOCK_KV>::set(scores, rows, columns);
-#endif
             else
                 Products<BLOCK_KV>::add(scores, rows, columns);
         }
@@ -368,15 +356,11 @@ struct Consumer : Rows {
     template <bool MASKED>
     __device__ __forceinline__ void finish(int tile, bool again, unsigned* kept) {
         if (again) {
-#if OVERLAP
-            products_wait<0>();
-#endif
+            if constexpr (OVERLAP) products_wait<0>();
             retry<MASKED>(tile);
         }
-#if OVERLAP
         // behind the branch: ptxas moves a wait as far up as it can, here above `select`
-        products_wait<0>();
-#endif
+        if constexpr (OVERLAP) products_wait<0>();
         accept();
         if (STORES) store_selection(tile, kept);
     }
@@ -432,15 +416,11 @@ struct Consumer : Rows {
         pass_turn();
         products_wait<OVERLAP>();
         release(EMPTY_K + stage_of(place));
-#if !OVERLAP
-        release(EMPTY_V + stage_of(pending()));
-#endif
+        if (!OVERLAP) release(EMPTY_V + stage_of(pending()));
         add_bias();
         select<MASKED>(tile);  // P = exp(s - r) of the kept scores s
         finish<MASKED>(tile, overflows(), kept);
-#if OVERLAP
-        release(EMPTY_V + stage_of(pending()));
-#endif
+        if (OVERLAP) release(EMPTY_V + stage_of(pending()));
         place++;
     }
 
@@ -456,20 +436,32 @@ struct Consumer : Rows {
         begin(work.problem, work.first_query + 64 * warpgroup);
         wait_query();
         // from a shuffle, see the constructor: with a mask of keys it comes from memory
-        int tile = (KEYS ? __shfl_sync(~0u, work.tiles, 0) : work.tiles) - 1;
-#if OWN_TILES
-        SeenTiles seen(shared, tile + 1);
+        int tiles = KEYS ? __shfl_sync(~0u, work.tiles, 0) : work.tiles;
+        if constexpr (OWN_TILES)
+            attend_own_tiles(tiles, kept);
+        else if constexpr (BLOCKS)
+            attend_shown_tiles(tiles, kept);
+        else
+            attend_tiles(work.first_tile, tiles, kept);
+        release(EMPTY_Q + warpgroup);
+    }
+
+    __device__ __forceinline__ void attend_own_tiles(int tiles, unsigned* kept) {
+        SeenTiles seen(shared, tiles);
         auto shuffled = [](u32 bits) { return __shfl_sync(~0u, bits, 0); };
-        tile = seen.next(shuffled);
+        int tile = seen.next(shuffled);
         if (tile >= 0) {
             first_tile(tile, kept);
             // the causal edge and the last key, if any, lie in the first tile
             for (tile = seen.next(shuffled); tile >= 0; tile = seen.next(shuffled)) next_tile<KEYS || QUERY_BITS>(tile, kept);
             last_values();
         }
-#elif BLOCKS
+    }
+
+    // tiles that some warpgroup of the block sees
+    __device__ __forceinline__ void attend_shown_tiles(int tiles, unsigned* kept) {
         bool open = false;  // whether weights wait for their values
-        for (; tile >= 0; tile--) {
+        for (int tile = tiles - 1; tile >= 0; tile--) {
             int seen = __shfl_sync(~0u, load_seen(shared, tile), 0);
             if (seen == 0) continue;
             if (seen >> warpgroup & 1) {
@@ -486,30 +478,24 @@ struct Consumer : Rows {
             }
         }
         if (open) last_values();
-#else
-#if KEYS
-        int tiles = first_query < sizes.q_len ? tile + 1 : 0;
-        int whole = __shfl_sync(~0u, sizes.key_spans[2 * key_row + 1], 0) / BLOCK_KV;
-#else
-        int tiles = (QueryBlock::keys_of(first_query, 64, sizes) + BLOCK_KV - 1) / BLOCK_KV;
-        int whole = QueryBlock::keys_of(first_query, 1, sizes) / BLOCK_KV;
-#endif
-        for (; tile >= tiles; tile--) skip();
-        if (tile >= 0) {
-            first_tile(tile--, kept);
-#if CAUSAL || KEYS
-            // every row sees the tiles below `whole` whole. CAUSAL: one tile at most, but a product under an `if` is serialised, in a
-            // loop it is not
-            for (; tile >= whole; tile--) next_tile<true>(tile, kept);
-#endif
-            for (; tile >= work.first_tile; tile--) next_tile<false>(tile, kept);
-            last_values();
-        }
-#endif
-        release(EMPTY_Q + warpgroup);
     }
 
-#if SPLIT
+    __device__ __forceinline__ void attend_tiles(int begin, int end, unsigned* kept) {
+        int tile = end - 1;
+        int seen = KEYS ? (first_query < sizes.q_len ? end : 0) : (QueryBlock::keys_of(first_query, 64, sizes) + BLOCK_KV - 1) / BLOCK_KV;
+        int whole = (KEYS ? __shfl_sync(~0u, sizes.key_spans[2 * key_row + 1], 0) : QueryBlock::keys_of(first_query, 1, sizes)) / BLOCK_KV;
+        for (; tile >= seen; tile--) skip();
+        if (tile >= 0) {
+            first_tile(tile--, kept);
+            // every row sees the tiles below `whole` whole. CAUSAL: one tile at most, but a product under an `if` is serialised, in a
+            // loop it is not
+            if constexpr (CAUSAL || KEYS)
+                for (; tile >= whole; tile--) next_tile<true>(tile, kept);
+            for (; tile >= begin; tile--) next_tile<false>(tile, kept);
+            last_values();
+        }
+    }
+
     // O of a part, not divided by its sum, and for each row what its weights are relative to and their sum: `combine.cu` reads them
     __device__ __forceinline__ void store_part(int part, float* outs, float2* sums) {
 #pragma unroll
@@ -522,7 +508,6 @@ struct Consumer : Rows {
                 *reinterpret_cast<float2*>(outs + at * HEAD_DIM + 8 * i + 2 * t) = make_float2(out[4 * i + 2 * h], out[4 * i + 2 * h + 1]);
         }
     }
-#endif
 };
 
 static_assert(!(SPLIT && (CAUSAL || BLOCKS || KEYS || DROPOUT || BIAS)));
@@ -575,19 +560,19 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), RESIDENT) f
         barrier_init(shared.barrier(TAIL), 1);
         barrier_fence();
     }
-#if OWN_TILES
-    const QueryBlock own(blockIdx.x, sizes);
-    if (threadIdx.x == 0) {
-        // Q need not wait for the mask
-        Producer producer{.query_map = query_map, .key_map = key_map, .tail_map = tail_map, .value_map = value_map, .sizes = sizes,
-                          .shared = shared};
-        producer.load_query(own, own.problem / heads, own.problem % heads);
+    if constexpr (OWN_TILES) {
+        const QueryBlock own(blockIdx.x, sizes);
+        if (threadIdx.x == 0) {
+            // Q need not wait for the mask
+            Producer producer{.query_map = query_map, .key_map = key_map, .tail_map = tail_map, .value_map = value_map, .sizes = sizes,
+                              .shared = shared};
+            producer.load_query(own, own.problem / heads, own.problem % heads);
+        }
+        __syncwarp();
+        find_seen(own, shared, block_mask, sizes);
+    } else if constexpr (BLOCKS) {
+        find_seen(QueryBlock(blockIdx.x, sizes), shared, block_mask, sizes);
     }
-    __syncwarp();
-    find_seen(own, shared, block_mask, sizes);
-#elif BLOCKS
-    find_seen(QueryBlock(blockIdx.x, sizes), shared, block_mask, sizes);
-#endif
     __syncthreads();
     const Schedule schedule(sizes);
     if (threadIdx.x < 128) {
@@ -603,18 +588,14 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), RESIDENT) f
     } else {
         take_registers<CONSUMER_REGISTERS>();
         Consumer consumer(sizes, shared);
-#if DROPOUT
-        consumer.seed = *seed;
-#endif
+        if constexpr (DROPOUT) consumer.seed = *seed;
         if (consumer.warpgroup == WARPGROUPS - 1) consumer.pass_turn();
         for (int index = schedule.begin(); index < schedule.total; index = schedule.after(index)) {
             const QueryBlock work(index, sizes);
             consumer.attend(work, kept);
-#if SPLIT
-            if (work.part >= 0)
+            if (SPLIT && work.part >= 0)
                 consumer.store_part(work.part, part_outs, part_sums);
             else
-#endif
                 consumer.store(out, lse);
         }
     }

@@ -20,28 +20,24 @@ __device__ __forceinline__ u32 share_metadata(u32 low_keys, u32 high_keys, int t
     return mine | __shfl_xor_sync(~0u, mine, 2);
 }
 
-#if PARTS > 1
 // The metadata register of 2 x 16 rows and 32 keys: that of the first 16 rows in lanes t = 0 and 1 (selector 0), of the others in 2 and 3 (selector 1).
 // codes[m]: a lane's, each 16 ^ (q + 2 h) times the code of row g + 8 h and its keys of the q-th 16, on 2^23. Four codes of each of four lanes
 // go to the lane that speaks of those keys: bytes to the half of the lanes, then digits within it.
-__device__ __forceinline__ u32 share_metadata_of_two(const float (&codes)[2], int t) {
+__device__ __forceinline__ u32 share_metadata_of_two(const float* codes, int t) {
     u32 mine = __byte_perm(__float_as_uint(codes[0]), __float_as_uint(codes[1]), 0x5410);
     mine = __byte_perm(mine, __shfl_xor_sync(~0u, mine, 2), t & 2 ? 0x3726 : 0x5140);
     u32 yours = __shfl_xor_sync(~0u, mine, 1), own = t & 1 ? 0xF0F0F0F0u : 0x0F0F0F0Fu;
     return (mine & own) | (__funnelshift_l(yours, yours, t & 1 ? 28 : 4) & ~own);
 }
-#endif
 
 // eight codes -> eight masks of four bits, one a key
 __device__ __forceinline__ u32 masks_of_codes(u32 codes) {
     constexpr u32 ones = 0x11111111u;
     u32 p0 = codes & ones, p1 = (codes >> 1) & ones;         // index of the first
     u32 q0 = (codes >> 2) & ones, q1 = (codes >> 3) & ones;  // of the second
-#if SELECTION == SELECT_UNORDERED
-    return (ones & ((~p0 & ~p1) | (~q0 & ~q1))) | (((p0 & ~p1) | (q0 & ~q1)) << 1) | (((p1 & ~p0) | (q1 & ~q0)) << 2) | (((p0 & p1) | (q0 & q1)) << 3);
-#else
+    if constexpr (SELECTION == SELECT_UNORDERED)
+        return (ones & ((~p0 & ~p1) | (~q0 & ~q1))) | (((p0 & ~p1) | (q0 & ~q1)) << 1) | (((p1 & ~p0) | (q1 & ~q0)) << 2) | (((p0 & p1) | (q0 & q1)) << 3);
     return (ones & ~p0 & ~p1) | (((p0 & ~p1) | (q0 & ~q1)) << 1) | (((p1 & ~p0) | (q1 & ~q0)) << 2) | ((q0 & q1) << 3);
-#endif
 }
 
 // metadata register -> 32 bits of selection, in lane t = 0 of row g, in lane t = 1 of row g + 8

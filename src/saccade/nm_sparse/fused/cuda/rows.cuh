@@ -30,11 +30,8 @@ static_assert(!QUERY_BITS || (BLOCKS && BLOCK_KV == 64), "a tile is two words of
 static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
 
 constexpr float LIMIT = 16384.0f;  // a weight times this still fits half precision
-#if BIAS
-constexpr float UNSEEN = LARGEST;  // offset of a row that has seen no key: finite, so that -inf plus it is no NaN
-#else
-constexpr float UNSEEN = 1e30f;    // the same; scores come from products alone, none is as large
-#endif
+// offset of a row that has seen no key: finite, so that -inf plus it is no NaN; without a bias scores come from products alone, none is as large
+constexpr float UNSEEN = BIAS ? LARGEST : 1e30f;
 
 struct Sizes {
     int heads, group;        // query heads; query heads of a key head
@@ -51,33 +48,25 @@ struct Sizes {
     const u32* key_bits;
     const int* key_spans;
     int key_words, keys_batch;  // words of a row; 1 if each batch row has one, 0 if all share one
-#if QUERY_BITS
-    int keys_head, keys_query;  // query_bits.cu: key_bits has rows of key_words for queries, so many from head to head and query to query
-#endif
-#if BIAS
-    // columns are adjacent, rows begin at multiples of 16 bytes, and as many columns, a multiple of 16 bytes too, may be read
+    int keys_head, keys_query;  // QUERY_BITS: key_bits has rows of key_words for queries, so many from head to head and query to query
+    // BIAS: columns are adjacent, rows begin at multiples of 16 bytes, and as many columns, a multiple of 16 bytes too, may be read
     const unsigned char* bias;
     long long bias_batch, bias_head, bias_row;  // in numbers
     int bias_columns;
     float score_scale;  // of products, to which the bias is added; `scale` is not read
-#endif
-    int whole, parts;           // SPLIT: blocks of queries done whole; parts of each of the others
+    int whole, parts;   // SPLIT: blocks of queries done whole; parts of each of the others
 
     __device__ __forceinline__ int key_row(int problem) const { return KEYS ? problem / heads * keys_batch : 0; }
 };
 
-#if BIAS
-constexpr int BIAS_WORDS = RUN * BIAS / 4;  // a lane's run
+constexpr int BIAS_WORDS = RUN * (BIAS ? BIAS : 4) / 4;  // a lane's run
 struct alignas(4 * BIAS_WORDS) BiasRun {
     u32 words[BIAS_WORDS];
 
     __device__ __forceinline__ float number(int c) const {
-#if BIAS == 4
-        return __uint_as_float(words[c]);
-#else
+        if constexpr (BIAS == 4) return __uint_as_float(words[c]);
         float2 pair = floats_of(words[c / 2]);
         return c % 2 ? pair.y : pair.x;
-#endif
     }
 };
 
@@ -92,7 +81,6 @@ __device__ __forceinline__ BiasRun load_run(const unsigned char* at) {
     }
     return run;
 }
-#endif
 
 // the weight of an exponent: base 2, but with a bias
 __device__ __forceinline__ float weight_of(float exponent) {
@@ -109,26 +97,16 @@ struct Rows {
     u32 packed[2 * SPANS];       // weights as the sparse operand, [span][h]
     u32 metadata[STEPS];
     u32 words[SPANS];  // codes of the tile in hand, this lane's; both rows in one
-#if OVERLAP
-    u32 selected[2 * SPANS];  // weights of the tile in hand, while products read `packed`
-#endif
+    u32 selected[2 * SPANS];  // OVERLAP: weights of the tile in hand, while products read `packed`
     float offset[2], sum[2], added[2];  // offset: -reference, in the exponent; added: what the tile in hand adds to the sum
-#if DROPOUT
-    u64 seed;
-#endif
-#if QUERY_BITS
-    const uint2* bits;  // of row g; those of row g + 8 lie `below` further
+    u64 seed;           // DROPOUT
+    const uint2* bits;  // QUERY_BITS: of row g; those of row g + 8 lie `below` further
     int below;
-    uint2 visible[2];  // of the tile in hand
-#endif
-#if BIAS
-    const unsigned char* bias;  // of row g, this lane's first key; row g + 8 lies `bias_below` bytes further
+    uint2 visible[2];           // of the tile in hand
+    const unsigned char* bias;  // BIAS: of row g, this lane's first key; row g + 8 lies `bias_below` bytes further
     long long bias_below;
     BiasRun biases[2 * SPANS];  // of the tile in hand, [span][h]
-#if STORES
-    float least;  // exponent of a kept score of the tile in hand: -inf where a hidden key is kept
-#endif
-#endif
+    float least;  // BIAS and STORES: exponent of a kept score of the tile in hand: -inf where a hidden key is kept
 
     __device__ __forceinline__ Rows(const Sizes& sizes) : sizes(sizes), t(threadIdx.x % 4) {}
 
@@ -143,24 +121,13 @@ struct Rows {
         }
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; i++) out[i] = 0.0f;
-#if QUERY_BITS
-        find_bits();
-#endif
-#if BIAS
-        find_bias();
-#endif
+        if constexpr (QUERY_BITS) find_bits();
+        if constexpr (BIAS) find_bias();
     }
 
     // the factor of scores in exponents
-    __device__ __forceinline__ float exponent_scale() const {
-#if BIAS
-        return 1.0f;
-#else
-        return sizes.scale;
-#endif
-    }
+    __device__ __forceinline__ float exponent_scale() const { return BIAS ? 1.0f : sizes.scale; }
 
-#if BIAS
     // Rows behind the last query are not stored; they take a bias that there is.
     __device__ __forceinline__ void find_bias() {
         long long index = problem / sizes.heads * sizes.bias_batch + problem % sizes.heads * sizes.bias_head;
@@ -168,23 +135,21 @@ struct Rows {
         bias = sizes.bias + index * BIAS;
         bias_below = row(1) < sizes.q_len ? 8 * BIAS * sizes.bias_row : 0;
     }
-#endif
 
     // BIAS: asks for that of a tile, before its products, which hide the time it takes. Behind the last key there may be none to read.
     __device__ __forceinline__ void ask_bias(int tile) {
-#if BIAS
+        if constexpr (!BIAS) return;
 #pragma unroll
         for (int q = 0; q < SPANS; q++) {
             int column = min(tile * BLOCK_KV + SPAN * q + RUN * t, sizes.bias_columns - RUN);
 #pragma unroll
             for (int h = 0; h < 2; h++) biases[2 * q + h] = load_run(bias + h * bias_below + BIAS * column);
         }
-#endif
     }
 
     // BIAS: products -> scores
     __device__ __forceinline__ void add_bias() {
-#if BIAS
+        if constexpr (!BIAS) return;
 #pragma unroll
         for (int q = 0; q < SPANS; q++)
 #pragma unroll
@@ -194,10 +159,8 @@ struct Rows {
                     float& s = scores[place_of(q, h, c)];
                     s = fmaf(s, sizes.score_scale, biases[2 * q + h].number(c));
                 }
-#endif
     }
 
-#if QUERY_BITS
     // Rows behind the last query are not stored; they take bits that there are.
     __device__ __forceinline__ void find_bits() {
         long long index = (long long)(problem / sizes.heads) * sizes.keys_batch + (long long)(problem % sizes.heads) * sizes.keys_head;
@@ -205,15 +168,10 @@ struct Rows {
         bits = reinterpret_cast<const uint2*>(sizes.key_bits + index * sizes.key_words);
         below = row(1) < sizes.q_len ? 4 * sizes.keys_query * sizes.key_words : 0;
     }
-#endif
 
     __device__ __forceinline__ int row(int h) const {
         int x = thread_of();
-#ifdef TALL
-        return first_query + x % 32 / 4 + 8 * h;
-#else
-        return first_query + x % 128 / 32 * 16 + x % 32 / 4 + 8 * h;
-#endif
+        return first_query + (TALL ? 0 : x % 128 / 32 * 16) + x % 32 / 4 + 8 * h;
     }
     // the last key that a row sees
     __device__ __forceinline__ int last_key(int h) const {
@@ -225,31 +183,24 @@ struct Rows {
     __device__ __forceinline__ int edge(int tile, int h, float opaque_one = 1.0f) const {
         if (!MASKED || KEYS || QUERY_BITS) return 0;
         int last = last_key(h) - tile * BLOCK_KV - RUN * t;
-#if TALL > 1
         // The value passes through a shuffle, so that ptxas cannot know that it is the same for the other rows: it would compare for all rows at
         // once, and keep 64 results.
-        if (!CAUSAL) last = __shfl_xor_sync(~0u, last, 0);
-#endif
-#ifdef TALL
-        last *= int(opaque_one);  // not on sm_90a: the product would change the schedule of the kernel there
-#endif
+        if (TALL > 1 && !CAUSAL) last = __shfl_xor_sync(~0u, last, 0);
+        if (TALL) last *= int(opaque_one);  // not on sm_90a: the product would change the schedule of the kernel there
         return last;
     }
 
     // QUERY_BITS: asks for the bits of a tile, before its products, which take longer than the bits
     __device__ __forceinline__ void ask_bits(int tile) {
-#if QUERY_BITS
+        if constexpr (!QUERY_BITS) return;
 #pragma unroll
         for (int h = 0; h < 2; h++) visible[h] = __ldg(bits + h * below + tile);
-#endif
     }
 
     // KEYS, QUERY_BITS: which of the keys SPAN q + RUN t on of a tile row h sees, from bit 0 on
     template <bool MASKED>
     __device__ __forceinline__ u32 seen(int tile, int q, int h) const {
-#if QUERY_BITS
-        return (SPAN * q < 32 ? visible[h].x : visible[h].y) >> (SPAN * q % 32 + RUN * t);
-#endif
+        if constexpr (QUERY_BITS) return (SPAN * q < 32 ? visible[h].x : visible[h].y) >> (SPAN * q % 32 + RUN * t);
         if (!KEYS || !MASKED) return 0;
         int key = tile * BLOCK_KV + SPAN * q;
         return __ldg(sizes.key_bits + key_row * sizes.key_words + key / 32) >> (SPAN * q % 32 + RUN * t);
@@ -270,11 +221,10 @@ struct Rows {
     // Word i of the next operand: `packed` itself, where no product reads that meanwhile. A function that returned a reference to the word gave
     // the kernel of sm_90a another schedule.
     __device__ __forceinline__ void set_weights(int i, u32 word) {
-#if OVERLAP
-        selected[i] = word;
-#else
-        packed[i] = word;
-#endif
+        if constexpr (OVERLAP)
+            selected[i] = word;
+        else
+            packed[i] = word;
     }
 
     // the weights of a tile as the next operand, and what they add to the sum
@@ -288,9 +238,7 @@ struct Rows {
     __device__ __forceinline__ void select_spans(int tile, int begin, int end, float opaque_one) {
         int edges[2] = {edge<MASKED>(tile, 0, opaque_one), edge<MASKED>(tile, 1, opaque_one)};
         added[0] = added[1] = 0.0f;
-#if BIAS && STORES
-        least = 0.0f;
-#endif
+        if constexpr (BIAS && STORES) least = 0.0f;
 #pragma unroll
         for (int q = begin; q < end; q++) {
             float codes = CODES_BEGIN;
@@ -303,27 +251,22 @@ struct Rows {
     }
 
     __device__ __forceinline__ void note_least(float exponent) {
-#if BIAS && STORES
-        least = fminf(least, exponent);
-#endif
+        if constexpr (BIAS && STORES) least = fminf(least, exponent);
     }
 
 #if TF32
-    template <bool MASKED, int H>
+    template <bool MASKED, int H, int UNIT = H ? 65536 : 1>
     __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, u32 seen, float opaque_one) {
         float x;
-        select_pair<H ? 65536 : 1>(
+        select_pair<UNIT>(
             score<MASKED>(q, H, 0, edge, seen, opaque_one), score<MASKED>(q, H, 1, edge, seen, opaque_one), exponent_scale(), offset[H], x, codes);
         note_least(x);
         x = weight_of(x);
         added[H] += x;
-#if DROPOUT
-        drop(tile, q, H, __float_as_uint(codes) >> (16 * H), x);
-#endif
+        if constexpr (DROPOUT) drop(tile, q, H, __float_as_uint(codes) >> (16 * H), x);
         set_weights(2 * q + H, to_tf32(x));
     }
 
-#if DROPOUT
     // two lanes draw the same four words: their two pairs are four keys
     __device__ __forceinline__ void drop(int tile, int q, int h, u32 code, float& x) const {
         u32 four = u32((tile * BLOCK_KV + SPAN * q) / 4 + t / 2);
@@ -331,7 +274,6 @@ struct Rows {
         u32 first = t & 1 ? drawn.word[2] : drawn.word[0], second = t & 1 ? drawn.word[3] : drawn.word[1];
         if ((code & 2 ? second : first) >> 8 < sizes.threshold) x = 0.0f;
     }
-#endif
 #else
     template <bool MASKED, int H, int UNIT = H ? 65536 : 1>
     __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, u32 seen, float opaque_one) {
@@ -343,19 +285,16 @@ struct Rows {
         note_least(y);
         x = weight_of(x);
         y = weight_of(y);
-#if SELECTION == SELECT_EARLY
-        added[H] += x;
-        added[H] += y;
-#else
-        added[H] += x + y;
-#endif
-#if DROPOUT
-        drop(tile, q, H, __float_as_uint(codes) >> (16 * H), x, y);
-#endif
+        if constexpr (SELECTION == SELECT_EARLY) {
+            added[H] += x;
+            added[H] += y;
+        } else {
+            added[H] += x + y;
+        }
+        if constexpr (DROPOUT) drop(tile, q, H, __float_as_uint(codes) >> (16 * H), x, y);
         set_weights(2 * q + H, pack(x, y));
     }
 
-#if DROPOUT
     // word j % 4 of counter (row * ceil(Tk / 4) + j / 4, problem) decides on key j: one draw serves the four keys of a lane
     __device__ __forceinline__ void drop(int tile, int q, int h, u32 code, float& x, float& y) const {
         u32 four = u32((tile * BLOCK_KV + 16 * q) / 4 + t);
@@ -365,7 +304,6 @@ struct Rows {
         if (low >> 8 < sizes.threshold) x = 0.0f;
         if (high >> 8 < sizes.threshold) y = 0.0f;
     }
-#endif
 #endif
 
     // Raises the reference so that no score of the tile is above it, and rescales O and the sum to it.
@@ -400,11 +338,11 @@ struct Rows {
         // Scores are multiplied by a 1 that the compiler cannot know. Otherwise ptxas keeps the results of the first selection's comparisons for
         // this one, packed into registers: "2:4" on sm_90a at D = 128 then has 169 LOP3 instructions in place of 80, and spills 24 bytes.
         float opaque_one = float(sizes.opaque_one);
-#if QUERY_BITS
-        // For the same reason: with results of bits kept from the first selection on, builds with dropout spilled 40 to 70 bytes.
+        if constexpr (QUERY_BITS) {
+            // For the same reason: with results of bits kept from the first selection on, builds with dropout spilled 40 to 70 bytes.
 #pragma unroll
-        for (uint2& bits : visible) bits = make_uint2(bits.x * u32(sizes.opaque_one), bits.y * u32(sizes.opaque_one));
-#endif
+            for (uint2& bits : visible) bits = make_uint2(bits.x * u32(sizes.opaque_one), bits.y * u32(sizes.opaque_one));
+        }
         raise<MASKED>(tile, begin, end, opaque_one);
         select_spans<MASKED>(tile, begin, end, opaque_one);
     }
@@ -413,18 +351,17 @@ struct Rows {
     __device__ __forceinline__ void accept(int begin = 0, int end = STEPS) {
         sum[0] += added[0];
         sum[1] += added[1];
-#if OVERLAP
-        // Multiplied by the 1 that the compiler cannot know: it would do away with a plain copy, `select` would then write registers that the
-        // running products read, and ptxas would wait after each product instead.
+        if constexpr (OVERLAP) {
+            // Multiplied by the 1 that the compiler cannot know: it would do away with a plain copy, `select` would then write registers that the
+            // running products read, and ptxas would wait after each product instead.
 #pragma unroll
-        for (int i = 0; i < 2 * SPANS; i++) packed[i] = selected[i] * u32(sizes.opaque_one);
-#endif
+            for (int i = 0; i < 2 * SPANS; i++) packed[i] = selected[i] * u32(sizes.opaque_one);
+        }
         // This is not done in `select`: the shuffles would make ptxas keep results of comparisons in registers until after them.
 #pragma unroll
         for (int step = begin; step < end; step++) metadata[step] = share_metadata(words[2 * step], words[2 * step + 1], t);
     }
 
-#if BIAS && STORES
     // which keys of the i-th 32 of the tile the bias does not hide from row g + 8 h; all lanes of a quad get it
     __device__ __forceinline__ u32 unhidden(int i, int h) const {
         u32 bits = 0;
@@ -436,36 +373,31 @@ struct Rows {
         bits |= __shfl_xor_sync(~0u, bits, 1);
         return bits | __shfl_xor_sync(~0u, bits, 2);
     }
-#endif
 
     // lane t = 0 stores the words of row g, lane t = 1 those of row g + 8
     __device__ __forceinline__ void store_selection(int tile, unsigned* kept) const {
-#if BIAS && STORES
         // A group with fewer seen keys than it keeps has taken hidden ones, with weights of 0. The causal edge and masks are told by other bits.
-        const bool hidden = __any_sync(~0u, least == MINUS_INFINITY);
-#endif
+        const bool hidden = BIAS && __any_sync(~0u, least == MINUS_INFINITY);
         int query = row(t & 1), word = tile * (BLOCK_KV / 32), last = last_key(t & 1) - 32 * word;
         bool stores = t < 2 && query < sizes.q_len;
         unsigned* to = kept + ((long long)problem * sizes.q_len + query) * sizes.words + word;
 #pragma unroll
         for (int i = 0; i < BLOCK_KV / 32; i++) {
-#if TF32
-            u32 bits = selection_of_pairs(metadata[2 * i], t) | selection_of_pairs(metadata[2 * i + 1], t) << 16;
-#else
-            u32 bits = selection_bits(metadata[i], t);
-#endif
-#if QUERY_BITS
-            const uint2 own = t & 1 ? visible[1] : visible[0];
-            bits &= i ? own.y : own.x;
-#else
-            bits &= KEYS ? __ldg(sizes.key_bits + key_row * sizes.key_words + word + i) : bits_up_to(last - 32 * i);
-#endif
-#if BIAS && STORES
+            u32 bits;
+            if constexpr (TF32)
+                bits = selection_of_pairs(metadata[2 * i], t) | selection_of_pairs(metadata[2 * i + 1], t) << 16;
+            else
+                bits = selection_bits(metadata[i], t);
+            if constexpr (QUERY_BITS) {
+                const uint2 own = t & 1 ? visible[1] : visible[0];
+                bits &= i ? own.y : own.x;
+            } else {
+                bits &= KEYS ? __ldg(sizes.key_bits + key_row * sizes.key_words + word + i) : bits_up_to(last - 32 * i);
+            }
             if (hidden) {
                 u32 first = unhidden(i, 0), second = unhidden(i, 1);
                 bits &= t & 1 ? second : first;
             }
-#endif
             if (stores && word + i < sizes.words) to[i] = bits;
         }
     }
@@ -484,15 +416,15 @@ struct Rows {
             float inverse = total == 0.0f ? 0.0f : sizes.spared / total;
             Number* at = to + batch * sizes.out_batch + head * sizes.out_head + query * sizes.out_row;
             bool there = query < sizes.q_len;
-#if TF32 || HEAD_DIM % 32
+            if constexpr (TF32 || HEAD_DIM % 32) {
 #pragma unroll
-            for (int i = 0; i < HEAD_DIM / 8; i++) {
-                int column = 8 * i + 2 * t;
-                if (there && column < sizes.head_dim) store_pair(at + column, out[4 * i + 2 * h] * inverse, out[4 * i + 2 * h + 1] * inverse);
+                for (int i = 0; i < HEAD_DIM / 8; i++) {
+                    int column = 8 * i + 2 * t;
+                    if (there && column < sizes.head_dim) store_pair(at + column, out[4 * i + 2 * h] * inverse, out[4 * i + 2 * h + 1] * inverse);
+                }
+            } else {
+                store_row<HEAD_DIM>(out, h, inverse, at, sizes.head_dim, there);
             }
-#else
-            store_row<HEAD_DIM>(out, h, inverse, at, sizes.head_dim, there);
-#endif
             if (there && t == 0)
                 lse[(long long)problem * sizes.q_len + query] = total == 0.0f ? MINUS_INFINITY : log_of(total, h);
         }

@@ -27,13 +27,7 @@
 
 constexpr float CODES_ZERO = 8388608.0f;  // 2^23
 // what a word of codes begins with
-#if TF32
-constexpr float CODES_BEGIN = CODES_ZERO + 4.0f + 4.0f * 65536.0f;
-#elif SELECTION == SELECT_UNORDERED || PAIRS
-constexpr float CODES_BEGIN = CODES_ZERO + 8.0f + 8.0f * 65536.0f;
-#else
-constexpr float CODES_BEGIN = CODES_ZERO;
-#endif
+constexpr float CODES_BEGIN = CODES_ZERO + (TF32 ? 4.0f : SELECTION == SELECT_UNORDERED || PAIRS ? 8.0f : 0.0f) * 65537.0f;
 
 // exponents x and y of the two kept weights, score * scale + offset; `codes` gains UNIT * code
 template <int UNIT>
@@ -158,13 +152,12 @@ __device__ __forceinline__ void select_unordered(
 template <int UNIT>
 __device__ __forceinline__ void select_four(
     float a, float b, float c, float d, float scale, float offset, float& x, float& y, float& codes) {
-#if PAIRS
-    select_pairs<UNIT>(a, b, c, d, scale, offset, x, y, codes);
-#elif SELECTION == SELECT_EARLY
-    select_early<UNIT>(a, b, c, d, scale, offset, x, y, codes);
-#elif SELECTION == SELECT_UNORDERED
-    select_unordered<UNIT>(a, b, c, d, scale, offset, x, y, codes);
-#else
-    select_override<UNIT>(a, b, c, d, scale, offset, x, y, codes);
-#endif
+    if constexpr (PAIRS)
+        select_pairs<UNIT>(a, b, c, d, scale, offset, x, y, codes);
+    else if constexpr (SELECTION == SELECT_EARLY)
+        select_early<UNIT>(a, b, c, d, scale, offset, x, y, codes);
+    else if constexpr (SELECTION == SELECT_UNORDERED)
+        select_unordered<UNIT>(a, b, c, d, scale, offset, x, y, codes);
+    else
+        select_override<UNIT>(a, b, c, d, scale, offset, x, y, codes);
 }

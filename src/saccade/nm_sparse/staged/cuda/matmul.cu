@@ -21,12 +21,8 @@
 #define ROWS (32 * WARPS)
 #define THREADS (32 * WARPS)
 #define VALUE_CHUNKS (WIDTH / PER_CHUNK)
-#if TF32
-// words are read one by one, thread t those of row t: 8 more a row put the four rows into different banks
-#define VALUE_STRIDE (VALUE_CHUNKS + 2)
-#else
-#define VALUE_STRIDE ROUND_UP(VALUE_CHUNKS, 8)
-#endif
+// of TF32 words are read one by one, thread t those of row t: 8 more a row put the four rows into different banks
+#define VALUE_STRIDE (TF32 ? VALUE_CHUNKS + 2 : ROUND_UP(VALUE_CHUNKS, 8))
 #define WEIGHT_BYTES (ROWS * WEIGHT_CHUNKS * 16)
 #define VALUE_BYTES (KEYS * VALUE_STRIDE * 16)
 #define METADATA_BYTES (STEPS * ROWS * 4)
@@ -34,11 +30,7 @@
 static_assert(STAGES * STAGE_BYTES <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 __device__ __forceinline__ u32 value_offset(int row, int chunk) {
-#if TF32
-    return (u32)(row * VALUE_STRIDE + chunk) * 16;
-#else
-    return chunk_offset<VALUE_STRIDE>(row, row, chunk);
-#endif
+    return TF32 ? (u32)(row * VALUE_STRIDE + chunk) * 16 : chunk_offset<VALUE_STRIDE>(row, row, chunk);
 }
 
 struct Operands {
@@ -79,14 +71,14 @@ __device__ __forceinline__ void fill_stage(u32 stage, const Operands& from, int 
 
 // B of one sparse product: LOGICAL keys of 8 columns
 __device__ __forceinline__ void load_value(u32 (&b)[4], u32 value, const unsigned char* generic, int key, int j, int lane) {
-#if TF32
+    if constexpr (TF32) {
 #pragma unroll
-    for (int r = 0; r < 4; r++)
-        b[r] = *(const u32*)(generic + value_offset(key + 4 * r + (lane & 3), 0) + (8 * j + (lane >> 2)) * 4);
-    round_operand(b);
-#else
-    load_transposed(b, value + value_offset(key + lane, j));
-#endif
+        for (int r = 0; r < 4; r++)
+            b[r] = *(const u32*)(generic + value_offset(key + 4 * r + (lane & 3), 0) + (8 * j + (lane >> 2)) * 4);
+        round_operand(b);
+    } else {
+        load_transposed(b, value + value_offset(key + lane, j));
+    }
 }
 
 extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -111,10 +103,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_matmul(
     out += batch * out_batch + head * out_head + first_column;
 
     int stages = (cols + KEYS - 1) / KEYS;
-#if CAUSAL
-    const int seen = (block_query + ROWS + KEYS - 1) / KEYS;
-    if (seen < stages) stages = seen;
-#endif
+    if constexpr (CAUSAL) {
+        const int seen = (block_query + ROWS + KEYS - 1) / KEYS;
+        if (seen < stages) stages = seen;
+    }
     const u32 base = shared_address(shared_memory);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
@@ -167,11 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_matmul(
             const int column = 8 * j + 2 * t;
             const float low = acc[half >> 1][j][2 * (half & 1)], high = acc[half >> 1][j][2 * (half & 1) + 1];
             if (column >= from.width) continue;
-#if TF32
-            *(float2*)(row + column) = make_float2(low, high);
-#else
-            *(u32*)(row + column) = pack(low, high);
-#endif
+            store_pair(row + column, low, high);
         }
     }
 }

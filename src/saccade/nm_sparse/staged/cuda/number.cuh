@@ -10,8 +10,7 @@ typedef long long int64;
 #define PER_CHUNK (16 / NUMBER_BYTES)  // numbers in 16 bytes
 
 __device__ __forceinline__ void round_operand(u32 (&words)[4]) {
-#if TF32
 #pragma unroll
-    for (int i = 0; i < 4; i++) words[i] = to_tf32(__uint_as_float(words[i]));
-#endif
+    for (int i = 0; i < 4; i++)
+        if (TF32) words[i] = to_tf32(__uint_as_float(words[i]));
 }

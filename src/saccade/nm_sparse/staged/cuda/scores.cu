@@ -58,22 +58,17 @@ struct Mask {
 // one score, biased, -inf where the key is not visible; scaled first where that could change which is larger
 template <bool CHECKED>
 __device__ __forceinline__ float finish(float s, float scale, const Mask& mask, int query, int key, int q_len, int kv_len) {
-#if PRESCALED
-    s *= scale;
-#endif
+    if (PRESCALED) s *= scale;
     const bool inside = !CHECKED || (query < q_len && key < kv_len);
-#if MASK
-    if (inside) {
+    if (MASK && inside) {
         const int64 at = query * mask.row + key * mask.column;
-#if MASK == 1
-        s = mask.base[at] ? s : -INFINITE;
-#elif MASK == 3 || TF32
-        s += ((const float*)mask.base)[at];
-#else
-        s += floats_of(((const Number*)mask.base)[at]).x;
-#endif
+        if constexpr (MASK == 1)
+            s = mask.base[at] ? s : -INFINITE;
+        else if constexpr (MASK == 3 || TF32)
+            s += ((const float*)mask.base)[at];
+        else
+            s += floats_of(((const Number*)mask.base)[at]).x;
     }
-#endif
     return inside && !(CHECKED && CAUSAL && key > query) ? s : -INFINITE;
 }
 
@@ -126,25 +121,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
     key += batch * key_batch + (head / group) * key_head;
     values += (int64)problem * rows * (cols / 2);
     metadata += (int64)problem * (cols / (2 * OWNED)) * rows;
-#if MASK == 1
-    const Mask seen = {mask + batch * mask_batch + head * mask_head, mask_row, mask_column};
-#elif MASK
-    const int width = MASK == 3 ? 4 : NUMBER_BYTES;
+    const int width = MASK == 1 ? 1 : MASK == 3 ? 4 : NUMBER_BYTES;
     const Mask seen = {mask + (batch * mask_batch + head * mask_head) * width, mask_row, mask_column};
-#else
-    const Mask seen = {mask, 0, 0};
-#endif
-#if HIDES
     block_mask += batch * block_mask_batch + head * block_mask_head + first_query / HIDDEN * block_mask_row;
-#endif
     const int first_tile = blockIdx.y * tiles_per_block, all_tiles = cols / SPAN;
     const int end_tile = first_tile + tiles_per_block < all_tiles ? first_tile + tiles_per_block : all_tiles;
     // tiles from here on lie above the diagonal: nothing is multiplied, masked scores are written
-    int end_product = end_tile;
-#if CAUSAL
-    const int seen_tiles = (block_query + ROWS + SPAN - 1) / SPAN;
-    if (seen_tiles < end_product) end_product = seen_tiles;
-#endif
+    const int seen_tiles = CAUSAL ? (block_query + ROWS + SPAN - 1) / SPAN : end_tile;
+    const int end_product = seen_tiles < end_tile ? seen_tiles : end_tile;
 
     const u32 query_tile = shared_address(shared_memory), key_tiles = query_tile + QUERY_BYTES;
     if (first_tile < end_product) fill_tile<ROWS, false>(query_tile, query, query_row, block_query, q_len);
@@ -155,20 +139,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
         copies_commit();
     }
 
-#if QUERY_STAYS
-    u32 queries[2][STEPS][4];
-#endif
+    u32 queries[2][QUERY_STAYS ? STEPS : 1][4];
     float acc[2][PRODUCTS][4];
 #pragma unroll 1
     for (int tile = first_tile; tile < end_tile; tile++) {
 #pragma unroll
         for (int i = 0; i < 2 * PRODUCTS * 4; i++) acc[i / (4 * PRODUCTS)][i / 4 % PRODUCTS][i % 4] = 0.0f;
-#if HIDES
         // one answer for the whole warp; a warp without rows has none in the block mask either
-        const bool hidden = first_query >= rows || !block_mask[tile * SPAN / HIDDEN];
-#else
-        const bool hidden = false;
-#endif
+        const bool hidden = HIDES && (first_query >= rows || !block_mask[tile * SPAN / HIDDEN]);
         if (tile < end_product) {
             copies_wait<STAGES - 2>();
             __syncthreads();
@@ -176,22 +154,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
             if (ahead < end_product)
                 fill_tile<SPAN, true>(key_tiles + (ahead - first_tile) % STAGES * KEY_BYTES, key, key_row, ahead * SPAN, kv_len);
             copies_commit();
-#if QUERY_STAYS
-            if (tile == first_tile)
+            if (QUERY_STAYS && tile == first_tile)
 #pragma unroll
                 for (int i = 0; i < 2 * STEPS; i++)
                     load_query(queries[i / STEPS][i % STEPS], query_tile, 32 * warp + 16 * (i / STEPS), i % STEPS, lane);
-#endif
             // S = Q K^T, 32 bytes of the head dim a step
             const u32 keys = key_tiles + (tile - first_tile) % STAGES * KEY_BYTES;
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
                 if (hidden) break;
-#if !QUERY_STAYS
-                u32 queries[2][1][4];
-                load_query(queries[0][0], query_tile, 32 * warp, step, lane);
-                load_query(queries[1][0], query_tile, 32 * warp + 16, step, lane);
-#endif
+                if constexpr (!QUERY_STAYS) {
+                    load_query(queries[0][0], query_tile, 32 * warp, step, lane);
+                    load_query(queries[1][0], query_tile, 32 * warp + 16, step, lane);
+                }
                 // matrices: product j, both chunks of the step; product j + 1, both chunks. Two rows further for each product
                 const int column = lane & 7, first_row = OWNED * (column >> 1) + (column & 1) + 2 * (lane >> 4);
                 const u32 from = keys + chunk_offset<STRIDE>(first_row, column, 2 * step + ((lane >> 3) & 1));

@@ -16,36 +16,35 @@ __device__ __forceinline__ float combine(float x, float* spare) {
         const float other = __shfl_xor_sync(~0u, x, lanes);
         x = SUM ? x + other : fmaxf(x, other);
     }
-#if LANES > 32
-    const int warp = threadIdx.x >> 5, first = threadIdx.x / LANES * (LANES / 32);
-    if ((threadIdx.x & 31) == 0) spare[warp] = x;
-    __syncthreads();
-    x = spare[first];
+    if constexpr (LANES > 32) {
+        const int warp = threadIdx.x >> 5, first = threadIdx.x / LANES * (LANES / 32);
+        if ((threadIdx.x & 31) == 0) spare[warp] = x;
+        __syncthreads();
+        x = spare[first];
 #pragma unroll
-    for (int i = 1; i < LANES / 32; i++) x = SUM ? x + spare[first + i] : fmaxf(x, spare[first + i]);
-#endif
+        for (int i = 1; i < LANES / 32; i++) x = SUM ? x + spare[first + i] : fmaxf(x, spare[first + i]);
+    }
     return x;
 }
 
 __device__ __forceinline__ void widen(const uint4& chunk, float (&x)[PER_CHUNK]) {
-#if TF32
-    x[0] = __uint_as_float(chunk.x), x[1] = __uint_as_float(chunk.y), x[2] = __uint_as_float(chunk.z), x[3] = __uint_as_float(chunk.w);
-#else
     const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float2 two = floats_of(words[i]);
-        x[2 * i] = two.x, x[2 * i + 1] = two.y;
+        if constexpr (TF32) {
+            x[i] = __uint_as_float(words[i]);
+        } else {
+            const float2 two = floats_of(words[i]);
+            x[2 * i] = two.x, x[2 * i + 1] = two.y;
+        }
     }
-#endif
 }
 
 __device__ __forceinline__ uint4 narrow(const float (&x)[PER_CHUNK]) {
-#if TF32
-    return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
-#else
-    return make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
-#endif
+    if constexpr (TF32)
+        return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+    else
+        return make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
 }
 
 // scores, weights: [all_rows, chunks] of 16 bytes; `rows` of them belong to one head
@@ -58,10 +57,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) nm_softmax(
     scores += exists ? row * chunks : 0;
     weights += exists ? row * chunks : 0;
     int visible = exists ? chunks : 0;
-#if CAUSAL
-    const int last = (int)(row % rows) / (2 * PER_CHUNK) + 1;  // a chunk stands for 2 * PER_CHUNK keys
-    if (last < visible) visible = last;
-#endif
+    if constexpr (CAUSAL) {
+        const int last = (int)(row % rows) / (2 * PER_CHUNK) + 1;  // a chunk stands for 2 * PER_CHUNK keys
+        if (last < visible) visible = last;
+    }
     // m = max s
     float x[VECTORS][PER_CHUNK], most = MINUS_INFINITY, sum = 0.0f;
 #pragma unroll

@@ -86,9 +86,7 @@ struct Gathered {
     u32 key_row, value_row;
     int kv_heads, kv_len, longest, blocks, owners;  // owners: B * Hkv
     const int* wholes;                              // WHOLE_TILES: keys of a list that all queries see, before the others
-#if RUNS
-    const TensorMap *key_map, *value_map;
-#endif
+    const TensorMap *key_map, *value_map;           // RUNS
 };
 
 // A block of queries of one key head. Heads take turns, so that blocks that run side by side do not all walk the list of the same head.
@@ -158,16 +156,12 @@ struct Gatherer {
         Tiles tiles(given, work.list);
         if (tiles.total == 0) return;
         const int* listed = given.lists + (long long)work.list * given.longest;
-#if RUNS
-        if (runs(listed, tiles.whole)) {
+        if (RUNS && runs(listed, tiles.whole))
             walk<true>(work, tiles, listed);
-            return;
-        }
-#endif
-        walk<false>(work, tiles, listed);
+        else
+            walk<false>(work, tiles, listed);
     }
 
-#if RUNS
     // Whether nearly all keys of a list follow each other, as they do where scores rise: of its second half not one in 32 is missing (before
     // it may stand a few of long ago). Tested for each tile, as `walk` does then, it cost other lists 3 to 6 % of the kernel.
     __device__ __forceinline__ bool runs(const int* listed, int whole) const {
@@ -175,7 +169,6 @@ struct Gatherer {
         int span = __shfl_sync(~0u, ends, 1) - __shfl_sync(~0u, ends, 0);
         return whole >= BLOCK_N && span <= half + half / 32;
     }
-#endif
 
     // RUN: rows that follow each other are fetched by the copy engine
     template <bool RUN>
