@@ -92,7 +92,8 @@ def test_eager_batches(dtype, dim, kv_heads, causal, dropout_p, form, monkeypatc
         out = saccade.attention_varlen(*exact, ends, ends, longest, longest, backend="reference", **options)
         expected = (out, *torch.autograd.grad(out, exact, dout.double()))
         for got, want in zip(found, expected, strict=True):
-            error = (got.double() - want).norm() / want.norm().clamp(min=1.0)
+            # of a single key dq and dk are 0, and the kernel's are what rounding out left: some 2^-9 of the sums that cancel, as large as dv
+            error = (got.double() - want).norm() / want.norm().clamp(min=expected[-1].norm())
             assert error < 6e-3, (lengths, error)
             assert (got[sum(lengths) :] == 0).all()
     assert bool(launched) == (form == "token tiles")

@@ -40,6 +40,29 @@ def test_the_source_compiles():
     assert ours.wait() is not None, ours.refusal
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the libraries of a process as Linux tells them")
+def test_the_module_shares_the_streams_of_the_process(tmp_path):
+    """A copy of the C++ library of its own ended in a segmentation fault where an error told a size."""
+    if compiler.compiler() is None:
+        pytest.skip("no C++ compiler was found")
+    shared = compiler.standard_library()
+    if not shared:
+        pytest.skip("this process has another C++ library than libstdc++")
+    assert shared[0] in build.command(tmp_path / "x")
+    source = tmp_path / "told.cpp"
+    source.write_text("#include <sstream>\nint told(int n) { std::ostringstream s; s << n; return s.str().size(); }\n")
+    sizes = []
+    for number, words in enumerate(((), shared)):
+        made = tmp_path / f"told{number}.so"
+        # as where the compiler has no shared one
+        command = [*compiler.compiler(), "-static-libstdc++", "-shared", "-fPIC", str(source), *words, "-o", str(made)]
+        subprocess.run(command, check=True)
+        sizes.append(made.stat().st_size)
+    if sizes[0] < 500_000:
+        pytest.skip("this compiler has no static libstdc++")
+    assert sizes[1] < 100_000
+
+
 def test_it_is_compiled_beside_the_program(tmp_path, monkeypatch):
     # a slow compiler that copies an existing module
     folder, there = tmp_path, Build()

@@ -17,7 +17,7 @@ import torch
 from saccade.env import cache_folder, native_wanted
 from saccade.errors import CompileError, CompilerUnavailable
 from saccade.native import kept
-from saccade.native.compiler import Compilation, compiler, no_compiler
+from saccade.native.compiler import Compilation, compiler, no_compiler, standard_library
 from saccade.native.sealed import MARK
 
 _logger = logging.getLogger("saccade")
@@ -114,7 +114,7 @@ def command(target: Path) -> list[str]:
     return [
         *(compiler() or ("c++",)), "-O2", "-std=c++20", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
         *(f"-I{folder}" for folder in include), str(SOURCE), f"-L{root / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10",
-        "-ldl", "-o", str(target),
+        *standard_library(), "-ldl", "-o", str(target),
     ]  # fmt: skip
 
 

@@ -57,6 +57,21 @@ def no_compiler() -> str:
 no_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+@functools.cache
+def standard_library() -> tuple[str, ...]:
+    """The C++ library that this process runs, as a word for the linker; none if it cannot be told.
+
+    A compiler without a shared one links a copy of its own, as does `g++ -static-libstdc++`. Streams of two copies in one process mix their locales, and
+    an error's message then ended in a segmentation fault.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = Path(line.partition("/")[1] + line.partition("/")[2])
+            if path.name.startswith("libstdc++.so") and path.is_file():
+                return (str(path),)
+    return ()
+
+
 class Compilation:
     """A compiler at work in a process of its own. Raises OSError if it cannot be started."""
 
