@@ -12,6 +12,8 @@ DOCS := .venv-docs
 
 # threads of torch that wait for each other sleep: spinning on cores that others use took seven times as long
 demo test test-all: export OMP_WAIT_POLICY = PASSIVE
+# some 150 processes of the tests import the package: compiled modules are kept, whatever the environment says
+test test-all: export PYTHONDONTWRITEBYTECODE =
 
 demo: $(STAMP)
 	$(BIN)/saccade demo

@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(config, items):
     if not HAS_GPU and not config.getoption("--every-case"):
         left_out = _beyond_samples(items)
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
     on_sm90 = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
     for item in items:
         if "sm90" in item.keywords:

@@ -647,6 +647,7 @@ def test_binaries_of_other_head_dims_spill_nothing(dim):
         inspect(call, 70, 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arch", [80, 90])
 def test_later_architectures_compile_it_for_checking(arch):
     pytest.importorskip("cuda.core")
