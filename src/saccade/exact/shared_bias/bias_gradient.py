@@ -69,7 +69,7 @@ def bias_kernel(
             base_of(value, v_strides, b, h // GROUP), v_strides[2], first_key, limit, head_dim, TILE_K, BLOCK_D, not EVEN or HAS_LENGTHS, MASK_D, WIDE
         )  # fmt: skip
         shift, inverse, terms = load_numbers(numbers, b * heads + h, step, first, q_len, TILE_Q)
-        seen = seen_keys(visible, visible_stride, b, first_key, limit, TILE_K, HAS_VISIBLE, not EVEN or HAS_LENGTHS)
+        seen = seen_keys(visible, visible_stride, b, first_key, limit, TILE_K, HAS_VISIBLE)
         found += score_gradients(
             (q, k, v, do, added), (shift, inverse, terms), seen, scale, drop, (first, first_key, kv_len), (TILE_Q, TILE_K),
             HAS_VISIBLE or HAS_LENGTHS, HAS_DROPOUT, PRECISION,

@@ -139,9 +139,9 @@ def _widened(rows: Tensor) -> Tensor:
 
 
 def _keys_of(mask: Tensor, batch: int, kv_len: int) -> Tensor:
-    """A mask `[B or 1, 1, 1, Tk or 1]` as int32 `[B, Tk]`: the copy engine fetches pieces of 4 bytes ahead, and none smaller."""
-    rows = mask[(None,) * (4 - mask.dim())][:, 0, 0].expand(-1, kv_len)
-    return rows.int().contiguous().expand(batch, kv_len)
+    """A mask `[B or 1, 1, 1, Tk or 1]` as int8 `[B, Tk]` with a dense last dimension."""
+    rows = mask[(None,) * (4 - mask.dim())].expand(batch, 1, 1, kv_len)[:, 0, 0]
+    return (rows if rows.stride(1) == 1 else rows.contiguous()).view(torch.int8)
 
 
 def dense_last(tensor: Tensor) -> Tensor:

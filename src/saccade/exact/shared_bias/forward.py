@@ -65,7 +65,7 @@ def masked_scores(q, tensors, strides, where, lengths, scale, SHAPE: tl.constexp
     )
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + pairs.to(tl.float32)
     if MASKED or HAS_VISIBLE:
-        seen = seen_keys(visible, visible_stride, b, start, limit, TILE_K, HAS_VISIBLE, MASKED)
+        seen = seen_keys(visible, visible_stride, b, start, limit, TILE_K, HAS_VISIBLE)
         scores = tl.where(seen[None, :], scores, float("-inf"))
     return scores
 

@@ -99,14 +99,13 @@ def load_bias(
 
 @triton.jit
 def seen_keys(
-    visible, visible_stride, b, first, limit, TILE: tl.constexpr, HAS_VISIBLE: tl.constexpr, MASKED: tl.constexpr = True,
+    visible, visible_stride, b, first, limit, TILE: tl.constexpr, HAS_VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """The keys of a tile that exist and are visible to the row, `[TILE]`. visible: int32 `[B, Tk]`. MASKED: keys may not exist."""
+    """The keys of a tile that exist and are visible to the row, `[TILE]`. visible: int8 `[B, Tk]`."""
     keys = first + tl.arange(0, TILE)
     seen = keys < limit
     if HAS_VISIBLE:
-        row = visible + b.to(tl.int64) * visible_stride + keys
-        seen = tl.load(row, mask=seen, other=0) != 0 if MASKED else tl.load(row) != 0
+        seen = tl.load(visible + b.to(tl.int64) * visible_stride + keys, mask=seen, other=0) != 0
     return seen
 
 
