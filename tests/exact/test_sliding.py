@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ import saccade
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.exact import bands
 from saccade.exact.ragged import token_launches
+from saccade.exact.ragged.backend import RAGGED
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, FULL_BOTTOM_RIGHT, UPPER_LEFT
+from saccade.exact.varlen.problem import describe_varlen
 
 EDGES = [(0, 0), (1, 0), (0, 1), (3, 7), (None, 2), (5, None), (200, 300), (64, 64)]
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU, by Triton's interpreter")
@@ -312,3 +315,26 @@ def test_nested_tensors():
     packed, ends = torch.cat(parts), ends_of((5, 30))
     expected = saccade.attention_varlen(packed, packed, packed, ends, ends, 30, 30, window=(2, 1))
     torch.testing.assert_close(out.transpose(1, 2).values(), expected)
+
+
+@pytest.mark.parametrize(
+    ("window", "longest", "grad", "against"),
+    [
+        ((64, 64), 8192, True, False),
+        ((256, 256), 2048, True, False),
+        ((256, 256), 8192, True, True),
+        ((256, 256), 8192, False, False),
+        ((1023, 0), 512, True, False),
+        ((1023, 0), 2048, True, True),
+        ((1023, None), 2048, True, True),
+    ],
+)
+def test_wide_windows_with_backward_go_to_torch_beyond_measured_lengths(window, longest, grad, against):
+    tokens = torch.empty(9000, 4, 64, dtype=torch.bfloat16, device="meta")
+    ends = torch.empty(9, dtype=torch.int32, device="meta")
+    problem = describe_varlen(
+        tokens, tokens, tokens, ends, ends, longest, longest, 0.0, 0, None, False, None, False, True, grad, window=window
+    )
+    rule = RAGGED.rule(replace(problem, device_type="cuda", arch=90, needs_grad=grad))
+    assert rule.against == against
+    assert (f"beyond {512 if window[0] == 1023 else 2048} tokens" in rule.said) == against
