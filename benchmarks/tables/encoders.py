@@ -15,7 +15,7 @@ images`) are those of `encoder_images`.
 
 Before anything is timed, embeddings are held against stock's: the least cosine is 0.999 in 16 bits and 0.99999 in float32, or the table ends with an
 error. Times are by the wall clock, in turns: median, least and most over the rounds. The note has sentences per second, the time of the kernels
-alone, and the graphs of `saccade` with their memory.
+alone, the graphs of `saccade` with their memory, and where the host time of a step in the user's loop goes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from encoder_attention import PACKED_PEER, register_all
 from encoder_captured import Captured, Padded, captured_forward, captured_step
 from encoder_images import IMAGES, Images
 from encoder_images import measure as measure_images
+from encoder_steps import Head, Step, host_split
 from encoder_strings import STRINGS, Strings
 from encoder_strings import measure as measure_strings
 from encoder_text import drawn, passages
@@ -149,12 +150,14 @@ def _measure_forward(writer: Writer, case: Case, repeat_ms: int) -> str:
 
 def _measure_training(writer: Writer, case: Case, repeat_ms: int) -> str:
     batches, calls = case.batches(), {}
-    handles = {}
+    handles, loops = {}, {}
     for name in ("stock", "saccade", "saccade_captured", "saccade_plain_captured", *case.peers):
         model = Head(case.model()[0].auto_model, name.startswith("saccade"))
         if model.is_ours:
             handles[name] = saccade.optimize(model, fuse="plain" not in name)
-        step = _step(case, model, "captured" in name)
+        step: Any = Step(model, case.precision, "captured" in name)
+        if "captured" not in name:
+            loops[name] = step
         if model.is_ours and "captured" in name:
             step = handles[name].capture(step)
         elif name == "stock_captured":
@@ -163,14 +166,21 @@ def _measure_training(writer: Writer, case: Case, repeat_ms: int) -> str:
         for _ in range(4):
             calls[name]()
     times = throughput_in_turns(calls, DEVICE, ROUNDS, repeat_ms)
-    said = _write(writer, case, batches, times, calls, handles)
+    splits = {name: host_split(step, batches[0]) for name, step in loops.items()}
+    said = _write(writer, case, batches, times, calls, handles, splits)
     for handle in handles.values():
         handle.restore()
     return said
 
 
 def _write(
-    writer: Writer, case: Case, batches: list[Padded], times: dict[str, Any], calls: dict[str, Any], handles: dict[str, Any]
+    writer: Writer,
+    case: Case,
+    batches: list[Padded],
+    times: dict[str, Any],
+    calls: dict[str, Any],
+    handles: dict[str, Any],
+    splits: dict[str, str] | None = None,
 ) -> str:
     real = sum(int(batch["attention_mask"].sum()) for batch in batches)
     places = sum(batch["attention_mask"].numel() for batch in batches)
@@ -180,6 +190,7 @@ def _write(
     for name, timing in times.items():
         busy = kernel_time(calls[name], DEVICE)
         note = [f"{1e3 * case.texts / timing.p50:.0f} texts/s"] + ([f"kernels {busy:.4g} ms"] if busy else [])
+        note += [splits[name]] if splits and name in splits else []
         if name in handles:
             graphs = handles[name].served[0].graphs.values()
             fusion = handles[name].served[0].fusion
@@ -275,36 +286,3 @@ def _captured_packed(case: Case, model: nn.Module) -> Callable[[Padded], Tensor]
         return graphs[key](packed).clone()
 
     return call
-
-
-class Head(nn.Module):
-    """A classifier over the first token. is_ours: batches stay on the host, where they are packed."""
-
-    def __init__(self, encoder: Any, is_ours: bool):
-        super().__init__()
-        self.encoder, self.is_ours = encoder, is_ours
-        parameter = next(encoder.parameters())
-        self.head = nn.Linear(encoder.config.hidden_size, 10, device=parameter.device, dtype=parameter.dtype)
-
-    def forward(self, batch: Padded) -> Tensor:
-        """The loss of labels that are the place in the batch, modulo 10."""
-        given = batch if self.is_ours else {name: x.to(DEVICE) for name, x in batch.items()}
-        hidden = self.encoder(**given).last_hidden_state
-        labels = torch.arange(hidden.shape[0], device=DEVICE) % 10
-        return F.cross_entropy(self.head(hidden[:, 0]).float(), labels)
-
-
-def _step(case: Case, model: Head, capturable: bool) -> Callable[[Padded], Tensor]:
-    model.train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=capturable)
-
-    def step(batch: Padded) -> Tensor:
-        optimiser.zero_grad(set_to_none=True)
-        with case.precision():
-            loss = model(batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        return loss.detach()
-
-    return step

@@ -62,6 +62,11 @@ def test_every_kind_of_row(table, tmp_path):
     assert {r["backend"] for r in rows if r["direction"] == "fwd+bwd"} == steps
     assert len({(r["problem"], r["direction"]) for r in rows}) == len(table.CASES)
     assert all("texts/s" in r["note"] for r in rows)
+    parts = ("zero_grad", "forward", "backward and AccumulateGrad", "clip", "AdamW")
+    for row in rows:
+        in_a_loop = row["direction"] == "fwd+bwd" and "captured" not in row["backend"]
+        assert all((part in row["note"]) == in_a_loop for part in parts)
+        assert ("packing" in row["note"]) == (in_a_loop and row["backend"] == "saccade")
 
 
 def test_rows_from_strings(table, tmp_path):
