@@ -27,8 +27,8 @@ _SHOWN = {
     "fa4_unpadded": (style.LOOKS["fa4"], 0, ", without padding"),
 }
 _DIRECTIONS = {"fwd": "forward", "fwd+bwd": "training step"}
-_KINDS = {"nn.TransformerEncoder": "nn.TransformerEncoder", "encode": "from strings", "predict": "from strings"}
-_TEXT = ("MiniLM", "BERT", "XLM", "ModernBERT")
+_KINDS = {"nn.TransformerEncoder": "nn.TransformerEncoder", " encode ": "from strings", " predict ": "from strings"}
+_TEXT = ("MiniLM", "BERT", "XLM", "ModernBERT", "T5")
 _WHOLE = "nn.TransformerEncoder"  # has one row: the mean of its shapes
 # of `encoders_head`
 _HEAD = {
@@ -47,7 +47,9 @@ def draw_models(path: Path) -> list[Path]:
     gains = gains_of(rows)
     if not gains:
         return []
-    written = style.save(path, lambda: _figure(rows[0], gains))
+    days = sorted({row["date"] for row in rows})
+    shown = rows[0] | {"date": " to ".join(dict.fromkeys((days[0], days[-1])))}
+    written = style.save(path, lambda: _figure(shown, gains))
     if path.stem == "encoders" and (head := head_of(gains)):
         written += style.save(path.with_name(f"{path.stem}_head.csv"), lambda: _head(rows[0], head))
     return written

@@ -199,6 +199,15 @@ def test_a_row_of_the_plot_says_model_and_batch(load, problem, label):
     assert load("plot_models").label_of(problem) == label
 
 
+def test_rows_of_the_plot_are_of_text_images_or_strings(load):
+    kinds = {
+        "T5-base encoder B=32 passages": "text",
+        "CLIP ViT-L/14 B=64 S=257": "images",
+        "MiniLM encode from strings": "from strings",
+    }
+    assert {problem: load("plot_models")._kind(problem) for problem in kinds} == kinds
+
+
 def test_swin_by_timm(table, load, tmp_path):
     pytest.importorskip("timm", reason="needs timm, which is not installed", exc_type=ImportError)
     from rows import Writer
