@@ -56,7 +56,7 @@ def recorded(
     with Recorder() as recorder:
         results = make()
     given = [x for x in call if isinstance(x, Tensor)]
-    planned = recorder.planned((*given, *results), len(given), len(given))
+    planned = recorder.planned((*given, *results), len(given))
     if planned is None:
         if len(_REFUSED) >= 4096:  # only a stream of ever new shapes gets here
             _REFUSED.clear()

@@ -72,7 +72,7 @@ def _record_ours(
     expanded = mask if args.mask is not None and args.mask is not inputs[mask] else -1
     taken = [x for x in (args.mask, args.bias, args.lengths) if x is not None]
     inputs, given = (*inputs[: len(inputs) - len(taken)], *taken), inputs
-    forward = recorder.planned((*inputs, out, lse, *seed), len(inputs), len(inputs))
+    forward = recorder.planned((*inputs, out, lse, *seed), len(inputs))
     if forward is None:
         return False
     added = [name for name in ("mask", "bias", "lengths") if getattr(args, name) is not None]
