@@ -16,7 +16,7 @@ import saccade
 from saccade import native
 from saccade.exact import op_replay
 from saccade.exact.ragged import call as ragged_call
-from saccade.exact.ragged import token_launches
+from saccade.exact.ragged import plan, token_launches
 from saccade.exact.varlen import replay
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
@@ -422,3 +422,52 @@ def test_ops_with_a_window_are_left_to_python(seen, monkeypatch):
     assert asked[2] is not None
     assert asked[3] is None
     assert not torch.equal(plain[2], windowed[2])
+
+
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_offsets_of_two_dtypes_are_left_to_python(seen, which):
+    """Kernels get a converted copy, which no other call has."""
+    tensors, ends, _, longest, _ = batch([5, 9, 1])
+    ends_q, ends_k = (ends.long() if name == which else ends.clone() for name in ("q", "k"))
+    for _ in range(2):
+        saccade.attention_varlen(*tensors, ends_q, ends_k, longest, longest, backend="ragged")
+    assert len(native.calls) == 0
+
+
+def test_token_tiles_are_not_replayed_where_keys_have_other_tokens(seen, monkeypatch):
+    """One list of sequences, but more tokens behind them in keys: token tiles would leave gradients of these unwritten."""
+    takes = property(lambda call: call.args.cu_seqlens_q is call.args.cu_seqlens_k and call.total_q == call.total_k)
+    monkeypatch.setattr(ragged_call.RaggedCall, "eager_tokens", takes)
+    (query, key, _), ends, _, longest, _ = batch([5, 9, 1])
+    run(seen, batch([5, 9, 1]))
+    for more in (F.pad(key, (0, 0, 0, 0, 0, 8)), key[:-1]):
+        given = (query, more, more.clone()), ends, ends, longest, longest
+        for _ in range(2):
+            (launch,) = run(seen, given)
+            assert launch[0] == number_of("forward_tile_kernel")
+
+
+def test_dropout_of_fewer_keys_than_queries(seen, tokens):
+    """Longest lengths are limits, which may differ though both are the same sequences; bits of dropout are kept for all of the kind."""
+    for longest in (17, 60):
+        tensors, ends, *_ = batch([longest, 9, 1])
+        given = tensors, ends, ends, 64, longest
+        by_cpp = run(seen, given, dropout_p=0.2)
+    token_launches._KNOWN.clear()
+    assert [launch[2][5:] for launch in by_cpp] == [launch[2][5:] for launch in run(seen, given, by_python=True, dropout_p=0.2)]
+
+
+def test_a_table_is_made_once(monkeypatch):
+    """Two threads may be the first: replayed launches hold the address of the table that stays."""
+    ends, nested = torch.tensor([0, 3], dtype=torch.int32), []
+    monkeypatch.setattr(plan, "_NUMBERS", {})
+
+    def known(offsets):
+        if not nested:
+            nested.append(None)
+            nested.append(plan.every_sequence(ends, 1))
+        return True
+
+    monkeypatch.setattr(plan, "values_known", known)
+    mine, theirs = plan.every_sequence(ends, 1), nested[1]
+    assert [x.data_ptr() for x in mine] == [x.data_ptr() for x in theirs]
