@@ -17,10 +17,11 @@ from saccade import native
 from saccade.exact import op_replay
 from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import plan, token_launches
-from saccade.exact.varlen import replay
+from saccade.exact.varlen import api, replay
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
 from saccade.exact.varlen.op import OPS
+from saccade.native.recording import Recorder
 
 HEADS, DIM = 3, 16
 pytestmark = pytest.mark.skipif(
@@ -257,6 +258,17 @@ def test_ops_of_compiled_programs(seen, lengths, others, kernels, dropout_p, mon
             assert ours[1] >= theirs[1]  # as many programs as the longest batch of the kind can use
 
 
+def test_ops_record_a_small_batch_after_a_large_one(seen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(ragged_call, "ONE_LAUNCH", HEADS * DIM * 9 * 3)
+    may_record = op_replay.may_record
+    monkeypatch.setattr(op_replay, "may_record", lambda call, query: may_record(call, SimpleNamespace(is_cuda=True)))
+    for lengths, known in (([9] * 4, 0), ([9] * 3, 1)):
+        tensors, ends, _, longest, _ = batch(lengths)
+        OPS.forward_op(*tensors, ends, ends, None, None, longest, longest, 0.0, 0, 0.25, "ragged")
+        assert len(native.calls) == known
+
+
 def test_ops_with_a_bias_stay_with_python(seen, monkeypatch):
     monkeypatch.setattr(op_replay, "may_record", lambda *given: native.calls is not None)
     (query, key, value), ends, *_ = batch([5, 9, 1])
@@ -471,3 +483,19 @@ def test_a_table_is_made_once(monkeypatch):
     monkeypatch.setattr(plan, "values_known", known)
     mine, theirs = plan.every_sequence(ends, 1), nested[1]
     assert [x.data_ptr() for x in mine] == [x.data_ptr() for x in theirs]
+
+
+def test_few_kinds_of_one_call_are_remembered(seen, monkeypatch):
+    """Heads outside of tokens: their stride is another number at each number of tokens."""
+    monkeypatch.setattr("saccade.launch.cache.LaunchCache.limit", 3)
+    found = []
+    monkeypatch.setattr("saccade.exact.recorded.Recorder", lambda: found.append(Recorder()) or found[-1])
+    prepared, prepare = [], api._prepare
+    monkeypatch.setattr(api, "_prepare", lambda *given: prepared.append(prepare(*given)) or prepared[-1])
+    for count in range(5, 12):
+        tensors, ends, *_ = batch([count])
+        outside = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
+        run(seen, (outside, ends, ends, 16, 16))
+    assert len(found) == len(native.calls) == 7
+    assert len({id(x) for x in prepared}) == 1
+    assert len(prepared[0].recorded) <= 3

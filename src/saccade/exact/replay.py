@@ -39,7 +39,7 @@ def record(
         tensor, then the mask or bias if there is one, then the lengths.
     """
     problem, chosen, told = prepared.problem, prepared.backend, False
-    prepared.recorded.add(native.calls.key(call))
+    prepared.recorded.remember(native.calls.key(call), True)
     if replayable(problem) and chosen.own_dropout and args.lengths is None:
         told = _record_torch(prepared, call, inputs, args)
     elif replayable(problem) and chosen.replays and lse is not None and (args.bias is None or not shares_memory(args.bias)):

@@ -57,7 +57,7 @@ def record(
     if planned is None:
         return
     key = native.calls.key(call)
-    prepared.recorded.add(key)
+    prepared.recorded.remember(key, True)
     differentiable = (args[:3] if qkv is None else (qkv,)) if prepared.problem.needs_grad else ()
     empty = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in differentiable]
     names = _INPUTS if qkv is None else ("qkv", "cu_seqlens")
