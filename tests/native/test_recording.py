@@ -179,7 +179,7 @@ def test_memory_that_came_after_a_launch_was_not_its():
     with Recorder() as recorder:
         made = torch.zeros(5)
         launch(query, made, out)
-        recorder.share(made, 0)  # as if `scratch` had got the memory of a tensor that ended meanwhile
+        recorder.note_scratch(made, 0)  # as if `scratch` had got the memory of a tensor that ended meanwhile
     assert recorder.planned((query, out), 1) is None
 
 
@@ -384,6 +384,13 @@ def test_saved_tensors_of_one_memory_may_come_back_in_two(seen, dropped):
         torch.autograd.grad(out, rows, dout)
         expected = copied[:3] if hooks else (query, rows, rows)
         assert seen[-1][2][:3] == [x.data_ptr() for x in expected]
+
+
+def test_the_copy_engine_moves_tensors_of_the_call_alone():
+    query, out, table = (torch.zeros(4, 8) for _ in range(3))
+    with Recorder() as recorder:
+        launch(query, out, maps=[(lasting(table), (4, 8), (32,), (1, 8))])
+    assert recorder.planned((query, out), 1) is None
 
 
 @on_a_cpu

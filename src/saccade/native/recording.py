@@ -30,7 +30,7 @@ def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device, quer
     where its size is that of all calls."""
     made = torch.empty(shape, dtype=dtype, device=device)
     if ACTIVE.recorder is not None:
-        ACTIVE.recorder.share(made, queries)
+        ACTIVE.recorder.note_scratch(made, queries)
     return made
 
 
@@ -117,7 +117,7 @@ class Recorder:
         else:
             self._launches.append((launch, len(self._scratch)))
 
-    def share(self, made: Tensor, queries: int) -> None:
+    def note_scratch(self, made: Tensor, queries: int) -> None:
         """Scratch memory of the call (see `scratch`)."""
         size = made.element_size() * math.prod(made.shape)
         self._scratch.append(made)
@@ -168,6 +168,8 @@ class _Memory:
         moved = []
         for x in launch.moved:
             slot, offset = self._place(x.offset, behind)
+            if slot < 0:
+                raise LookupError(x.offset)  # C++ encodes a map of the address of a tensor
             moved.append(x._replace(slot=slot, offset=offset))
         slots, values = list(launch.slots), list(launch.values)
         for i, slot in enumerate(slots):

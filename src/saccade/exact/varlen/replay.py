@@ -38,9 +38,9 @@ def replayed(call: tuple) -> Tensor | None:
 
 def begin(prepared: Prepared, call: tuple, args: VarlenArgs) -> Recorder | None:
     """A recorder for a call of which C++ is to be told: until it could replay one of the kind, as a batch may be too large."""
-    described = prepared.backend.replays and not prepared.problem.return_lse
+    replays = prepared.backend.replays and not prepared.problem.return_lse
     given = all(any(x is offsets for x in call) for offsets in (args.cu_seqlens_q, args.cu_seqlens_k))
-    if native.calls is not None and not (described and given):
+    if native.calls is not None and not (replays and given):
         return None  # offsets that were converted are of this call alone
     return begin_recording(prepared, call)
 
