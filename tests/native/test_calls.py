@@ -102,6 +102,7 @@ def launch_of(kernel: int, slots: tuple[int, ...]):
     return Described(kernel, (7, 1, 1), 128, 4096, (*slots, -1), (*(0,) * len(slots), scale))
 
 
+LSE = torch.empty(BATCH, HEADS, TIME)
 PLAIN = (False, False, False, -1, TIME, False, -1)  # the form of a call (`remember`)
 
 
@@ -293,7 +294,7 @@ def test_gradients(module, launched):
 
     def plan(*given):
         calls.append(given)
-        assert memory.remember_backward(key, given[-1], Planned([launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))]))
+        assert memory.remember_backward(key, given, Planned([launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))]))
         return by_python(*given)
 
     remember(memory, tensors, plan)
@@ -358,7 +359,7 @@ def test_hooks_of_saved_tensors_may_bring_back_other_strides(module, launched):
     launches = [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))]
 
     def plan(*given):
-        assert memory.remember_backward(key, given[-1], Planned(launches))
+        assert memory.remember_backward(key, given, Planned(launches))
         return by_python(*given)
 
     remember(memory, tensors, plan)
@@ -387,7 +388,9 @@ def test_backward_reads_nothing_but_what_forward_saved(module, launched, which, 
     remember(memory, tensors, by_python)
     dout = torch.ones(BATCH, HEADS, TIME, DIM)
     if known:
-        assert memory.remember_backward(memory.key((*tensors,)), dout, Planned([launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))]))
+        assert memory.remember_backward(
+            memory.key((*tensors,)), (*tensors, LSE, dout), Planned([launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))])
+        )
     packed = []
 
     def unpack(given):
@@ -407,7 +410,9 @@ def test_data_that_was_replaced_by_fewer_rows_is_not_read(module, launched):
     memory, tensors = module.Memory(), inputs()
     remember(memory, tensors, by_python)
     dout = torch.ones(BATCH, HEADS, TIME, DIM)
-    assert memory.remember_backward(memory.key((*tensors,)), dout, Planned([launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))]))
+    assert memory.remember_backward(
+        memory.key((*tensors,)), (*tensors, LSE, dout), Planned([launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))])
+    )
     out = memory.run(*tensors)
     for tensor in tensors:
         tensor.data = torch.randn(1, HEADS, TIME, DIM)
@@ -519,7 +524,7 @@ def test_what_is_no_tensor_is_refused(module):
         memory.remember_torch((q, k, v), 0.0, False, 0.3, False, q, None)
     assert memory.remember((q, k, v), q, q, planned, [], None, PLAIN)
     with pytest.raises(TypeError, match="a tensor is expected, not int"):
-        memory.remember_backward(memory.key((q, k, v)), 3, planned)
+        memory.remember_backward(memory.key((q, k, v)), (q, k, v, q, 3), planned)
 
 
 def test_the_copy_engine_is_given_each_address_anew(module, launched):
@@ -558,7 +563,7 @@ def test_backward_is_given_the_output_a_seed_and_scratch_memory(module, launched
         launch = launch_of(BACKWARD, (0, 1, 2, 3, 4, 7, 8, 9))._replace(
             slots=(0, 1, 2, 3, 4, 7, 8, 9, -1, 5, 6, 10, 11), values=(0,) * 8 + (scale(),) + (0,) * 4
         )
-        assert memory.remember_backward(key, given[4], Planned([launch], (64, 128)))
+        assert memory.remember_backward(key, given, Planned([launch], (64, 128)))
         return by_python(*given[:5])
 
     gradients = [torch.empty_like(x, device="meta") for x in tensors]
@@ -710,7 +715,7 @@ def test_shares_of_the_gradient_of_a_bias_are_added_up(module, launched, shape, 
     key = memory.key(call)
 
     def plan(*given):
-        assert memory.remember_backward(key, given[5], Planned(launches, (4 * shares.numel(),), (), (groups, TIME, TIME)))
+        assert memory.remember_backward(key, given, Planned(launches, (4 * shares.numel(),), (), (groups, TIME, TIME)))
         return (*by_python(*given[:3], *given[4:6]), torch.zeros(shape))
 
     gradients = [torch.empty_like(x, device="meta") for x in call]

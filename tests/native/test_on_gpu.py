@@ -305,6 +305,37 @@ def test_threads_checkpointing_and_hooks(calls):
             assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+def test_hooks_bring_one_memory_back_in_several(calls):
+    """The first token of the keys as a query, as in pooling: it begins where they begin, and `save_on_cpu` brings back a copy of it alone."""
+    rows = torch.randn(2, 4, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def call():
+        return saccade.attention(rows[:, :, :1], rows, rows, backend="short")
+
+    (expected,) = torch.autograd.grad(call().float().square().sum(), rows)
+    for way in (call, call, lambda: on_cpu(call), lambda: on_cpu(call), call):
+        (found,) = torch.autograd.grad(way().float().square().sum(), rows)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("more", [8, -2])
+def test_keys_of_other_tokens_under_one_list(calls, more):
+    """Tokens behind the last sequence get zeros, however many there are of each."""
+    (query, *others), ends, longest = packed_batch([5, 9, 1], 64)
+
+    def gradients(*given):
+        out = saccade.attention_varlen(*given, ends, ends, longest, longest, backend="ragged")
+        return torch.autograd.grad(out, given, torch.ones_like(out))
+
+    for _ in range(3):  # C++ replays both directions of as many tokens of each
+        gradients(query, *others)
+    key, value = (torch.randn(len(x) + more, 4, 64, device="cuda", dtype=x.dtype, requires_grad=True) for x in others)
+    for _ in range(3):
+        for x in gradients(query, key, value):
+            assert not x[15:].any()
+            assert x.isfinite().all()
+
+
 def on_cpu(call):
     with torch.autograd.graph.save_on_cpu():
         return call()

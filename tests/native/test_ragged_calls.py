@@ -16,11 +16,12 @@ import saccade
 from saccade import native
 from saccade.exact import op_replay
 from saccade.exact.ragged import call as ragged_call
-from saccade.exact.ragged import token_launches
-from saccade.exact.varlen import replay
+from saccade.exact.ragged import plan, token_launches
+from saccade.exact.varlen import api, replay
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
 from saccade.exact.varlen.op import OPS
+from saccade.native.recording import Recorder
 
 HEADS, DIM = 3, 16
 pytestmark = pytest.mark.skipif(
@@ -257,6 +258,17 @@ def test_ops_of_compiled_programs(seen, lengths, others, kernels, dropout_p, mon
             assert ours[1] >= theirs[1]  # as many programs as the longest batch of the kind can use
 
 
+def test_ops_record_a_small_batch_after_a_large_one(seen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(ragged_call, "ONE_LAUNCH", HEADS * DIM * 9 * 3)
+    may_record = op_replay.may_record
+    monkeypatch.setattr(op_replay, "may_record", lambda call, query: may_record(call, SimpleNamespace(is_cuda=True)))
+    for lengths, known in (([9] * 4, 0), ([9] * 3, 1)):
+        tensors, ends, _, longest, _ = batch(lengths)
+        OPS.forward_op(*tensors, ends, ends, None, None, longest, longest, 0.0, 0, 0.25, "ragged")
+        assert len(native.calls) == known
+
+
 def test_ops_with_a_bias_stay_with_python(seen, monkeypatch):
     monkeypatch.setattr(op_replay, "may_record", lambda *given: native.calls is not None)
     (query, key, value), ends, *_ = batch([5, 9, 1])
@@ -422,3 +434,68 @@ def test_ops_with_a_window_are_left_to_python(seen, monkeypatch):
     assert asked[2] is not None
     assert asked[3] is None
     assert not torch.equal(plain[2], windowed[2])
+
+
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_offsets_of_two_dtypes_are_left_to_python(seen, which):
+    """Kernels get a converted copy, which no other call has."""
+    tensors, ends, _, longest, _ = batch([5, 9, 1])
+    ends_q, ends_k = (ends.long() if name == which else ends.clone() for name in ("q", "k"))
+    for _ in range(2):
+        saccade.attention_varlen(*tensors, ends_q, ends_k, longest, longest, backend="ragged")
+    assert len(native.calls) == 0
+
+
+def test_token_tiles_are_not_replayed_where_keys_have_other_tokens(seen, monkeypatch):
+    """One list of sequences, but more tokens behind them in keys: token tiles would leave gradients of these unwritten."""
+    takes = property(lambda call: call.args.cu_seqlens_q is call.args.cu_seqlens_k and call.total_q == call.total_k)
+    monkeypatch.setattr(ragged_call.RaggedCall, "eager_tokens", takes)
+    (query, key, _), ends, _, longest, _ = batch([5, 9, 1])
+    run(seen, batch([5, 9, 1]))
+    for more in (F.pad(key, (0, 0, 0, 0, 0, 8)), key[:-1]):
+        given = (query, more, more.clone()), ends, ends, longest, longest
+        for _ in range(2):
+            (launch,) = run(seen, given)
+            assert launch[0] == number_of("forward_tile_kernel")
+
+
+def test_dropout_of_fewer_keys_than_queries(seen, tokens):
+    """Longest lengths are limits, which may differ though both are the same sequences; bits of dropout are kept for all of the kind."""
+    for longest in (17, 60):
+        tensors, ends, *_ = batch([longest, 9, 1])
+        given = tensors, ends, ends, 64, longest
+        by_cpp = run(seen, given, dropout_p=0.2)
+    token_launches._KNOWN.clear()
+    assert [launch[2][5:] for launch in by_cpp] == [launch[2][5:] for launch in run(seen, given, by_python=True, dropout_p=0.2)]
+
+
+def test_a_table_is_made_once(monkeypatch):
+    """Two threads may be the first: replayed launches hold the address of the table that stays."""
+    ends, nested = torch.tensor([0, 3], dtype=torch.int32), []
+    monkeypatch.setattr(plan, "_NUMBERS", {})
+
+    def known(offsets):
+        if not nested:
+            nested.append(None)
+            nested.append(plan.every_sequence(ends, 1))
+        return True
+
+    monkeypatch.setattr(plan, "values_known", known)
+    mine, theirs = plan.every_sequence(ends, 1), nested[1]
+    assert [x.data_ptr() for x in mine] == [x.data_ptr() for x in theirs]
+
+
+def test_few_kinds_of_one_call_are_remembered(seen, monkeypatch):
+    """Heads outside of tokens: their stride is another number at each number of tokens."""
+    monkeypatch.setattr("saccade.launch.cache.LaunchCache.limit", 3)
+    found = []
+    monkeypatch.setattr("saccade.exact.recorded.Recorder", lambda: found.append(Recorder()) or found[-1])
+    prepared, prepare = [], api._prepare
+    monkeypatch.setattr(api, "_prepare", lambda *given: prepared.append(prepare(*given)) or prepared[-1])
+    for count in range(5, 12):
+        tensors, ends, *_ = batch([count])
+        outside = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
+        run(seen, (outside, ends, ends, 16, 16))
+    assert len(found) == len(native.calls) == 7
+    assert len({id(x) for x in prepared}) == 1
+    assert len(prepared[0].recorded) <= 3

@@ -47,7 +47,7 @@ def test_each_address_is_a_tensor_and_an_offset():
     query, key, out = (torch.zeros(4, 8) for _ in range(3))
     with Recorder() as recorder:
         launch(query, key, 0, out[1:], out, maps=[(key, (4, 8), (32,), (1, 8))])
-    planned = recorder.planned((query, key, out), 2, 2)
+    planned = recorder.planned((query, key, out), 2)
     assert places(planned) == [(0, 0), (1, 0), (FIXED, 0), (2, 32), (2, 0)]
     (found,) = planned.launches
     assert (found.function, found.grid, found.threads) == (7, (3, 1, 1), 128)
@@ -63,7 +63,7 @@ def test_views_of_one_tensor():
         launch(*qkv.unbind(2), *dqkv.unbind(2))
     third = 4 * 8 * 4
     expected = [(slot, i * third) for slot in (0, 1) for i in range(3)]
-    assert places(recorder.planned((qkv, dqkv), 1, 1)) == expected
+    assert places(recorder.planned((qkv, dqkv), 1)) == expected
 
 
 def test_separate_views_of_one_memory():
@@ -72,19 +72,19 @@ def test_separate_views_of_one_memory():
     out = torch.zeros(2, 5, 4, 8)
     with Recorder() as recorder:
         launch(query, key, value, out)
-    assert places(recorder.planned((query, key, value, out), 3, 3)) == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert places(recorder.planned((query, key, value, out), 3)) == [(0, 0), (1, 0), (2, 0), (3, 0)]
 
 
 def test_addresses_that_may_be_of_two_tensors():
     x, out = torch.zeros(6, 8), torch.zeros(6, 8)
     with Recorder() as recorder:
         launch(x, out)
-    assert places(recorder.planned((x, x.view(8, 6), out), 2, 2)) == [(0, 0), (2, 0)]  # C++ looks it up as such
-    assert recorder.planned((x, x.view(8, 6), out), 1, 2) is None  # the second is an incoming gradient, as of any call
+    assert places(recorder.planned((x, x.view(8, 6), out), 2)) == [(0, 0), (2, 0)]  # C++ looks it up as such
+    assert recorder.planned((x, x.view(8, 6), out), 1) is None  # the second is a result
     with Recorder() as recorder:
         launch(x, x[2:], x[4:], out)
-    assert recorder.planned((x, out), 1, 1) is not None
-    assert recorder.planned((x, x[2:4], out), 2, 2) is None  # a bias in the memory of a packed tensor
+    assert recorder.planned((x, out), 1) is not None
+    assert recorder.planned((x, x[2:4], out), 2) is None  # a bias in the memory of a packed tensor
 
 
 def test_memory_of_which_a_call_does_not_know():
@@ -92,10 +92,10 @@ def test_memory_of_which_a_call_does_not_know():
     copied = query.clone()
     with Recorder() as recorder:
         launch(copied, out)
-    assert recorder.planned((query, out), 1, 1) is None
+    assert recorder.planned((query, out), 1) is None
     with Recorder() as recorder:
         launch(query, 4096, out)  # a number that is not marked
-    assert recorder.planned((query, out), 1, 1) is None
+    assert recorder.planned((query, out), 1) is None
 
 
 def test_results_that_no_launch_writes():
@@ -103,11 +103,11 @@ def test_results_that_no_launch_writes():
     query, out, other = (torch.zeros(4, 8) for _ in range(3))
     with Recorder() as recorder:
         launch(query, out)
-    assert recorder.planned((query, out, other), 1, 1) is None
-    assert recorder.planned((query, out, other[:0]), 1, 1) is not None
+    assert recorder.planned((query, out, other), 1) is None
+    assert recorder.planned((query, out, other[:0]), 1) is not None
     with Recorder() as recorder:
         pass
-    assert recorder.planned((query, out), 1, 1) is None
+    assert recorder.planned((query, out), 1) is None
 
 
 def test_work_that_is_no_launch():
@@ -115,7 +115,7 @@ def test_work_that_is_no_launch():
     with Recorder() as recorder:
         launch(query, out)
         refuse()
-    assert recorder.planned((query, out), 1, 1) is None
+    assert recorder.planned((query, out), 1) is None
 
 
 def test_numbers_that_change():
@@ -123,7 +123,7 @@ def test_numbers_that_change():
     with Recorder() as recorder:
         tokens, sequences, width = varying((4, 2, 8), (QUERIES, SEQUENCES, FIXED))
         launch(query, out, tokens, sequences, width, maps=[(query, (tokens, 8), (32,), (1, 8))])
-    planned = recorder.planned((query, out), 1, 1)
+    planned = recorder.planned((query, out), 1)
     assert places(planned)[2:] == [(QUERIES, 0), (SEQUENCES, 0), (FIXED, 8)]
     assert planned.launches[0].moved[0].sizes == (QUERIES, 8)
     assert (tokens + 1, type(tokens + 1)) == (5, int)  # what is worked out from one is none
@@ -144,7 +144,7 @@ def test_numbers_of_one_batch(marked, follows, monkeypatch):
     with Recorder() as recorder:
         tokens = varying((4,), (QUERIES,)) if marked else (4,)
         recorder.triton_any(compiled, follows, (query, out), [query.data_ptr(), out.data_ptr()], tokens, (2,))
-    planned = recorder.planned((query, out), 1, 1)
+    planned = recorder.planned((query, out), 1)
     if not marked or follows is None:
         assert planned is None
         return
@@ -164,13 +164,13 @@ def test_memory_that_launches_share():
         parked = scratch((70,), torch.float32, query.device)
         assert parked.data_ptr() != address  # no other memory takes its place
         launch(query, address, parked[2:], out)
-    planned = recorder.planned((query, out), 1, 1)
+    planned = recorder.planned((query, out), 1)
     assert (planned.scratch, planned.per_query) == ((0, 280), (12, 0))
     assert places(planned, 0) == [(0, 0), (2, 0)]
     assert places(planned, 1) == [(0, 0), (2, 0), (3, 8), (1, 0)]
     with Recorder() as recorder:
         launch(query, scratch((70,), torch.float32, query.device), out)
-    planned = recorder.planned((query, out), 1, 1)
+    planned = recorder.planned((query, out), 1)
     assert (planned.scratch, planned.per_query) == ((280,), ())
 
 
@@ -179,8 +179,8 @@ def test_memory_that_came_after_a_launch_was_not_its():
     with Recorder() as recorder:
         made = torch.zeros(5)
         launch(query, made, out)
-        recorder.share(made, 0)  # as if `scratch` had got the memory of a tensor that ended meanwhile
-    assert recorder.planned((query, out), 1, 1) is None
+        recorder.note_scratch(made, 0)  # as if `scratch` had got the memory of a tensor that ended meanwhile
+    assert recorder.planned((query, out), 1) is None
 
 
 def test_shares_of_a_gradient_are_added_by_cpp():
@@ -188,7 +188,7 @@ def test_shares_of_a_gradient_are_added_by_cpp():
     with Recorder() as recorder:
         shares(2, 4, 4)
         launch(query, dquery, scratch((6, 4, 4), torch.float32, query.device))
-    planned = recorder.planned((query, dquery, dbias), 1, 1)
+    planned = recorder.planned((query, dquery, dbias), 1)
     assert (planned.shares, planned.scratch) == ((2, 4, 4), (384,))
 
 
@@ -198,7 +198,7 @@ def test_tables_that_last():
     table, rows = torch.zeros(9, dtype=torch.int32), torch.zeros(9, 4, dtype=torch.int32)
     with Recorder() as recorder:
         launch(query, lasting(table), lasting(rows[3], 48, ROWS_OF_16_BYTES), out)
-    planned = recorder.planned((query, out), 1, 1)
+    planned = recorder.planned((query, out), 1)
     assert places(planned)[1:3] == [(FIXED, table.data_ptr()), (ROWS_OF_16_BYTES, rows.data_ptr())]
 
 
@@ -353,14 +353,44 @@ def test_calls_of_one_tensor_are_of_another_kind(seen):
 
 
 @on_a_cpu
-def test_an_incoming_gradient_that_is_an_input_is_not_recorded(seen):
-    """The next gradient is a tensor of its own, with another address."""
+def test_an_incoming_gradient_that_is_an_input_is_of_another_kind(seen):
+    """Other gradients are tensors of their own, with other addresses."""
     query, key, value = (torch.randn(*ROWS[0]).half().requires_grad_() for _ in range(3))
     saccade.attention(query, key, value, backend="short")
-    for dout in (query.detach(), torch.randn_like(query), torch.randn_like(query)):
+    for dout in (query.detach(), torch.randn_like(query)) * 2:
         out = saccade.attention(query, key, value, backend="short")
         torch.autograd.grad(out, (query, key, value), dout)
         assert seen[-1][2][_DOUT] == dout.data_ptr()
+
+
+@on_a_cpu
+@pytest.mark.parametrize("dropped", [0, 1], ids=["all", "first token"])
+def test_saved_tensors_of_one_memory_may_come_back_in_two(seen, dropped):
+    """Hooks may return copies. A query that is the first token of the keys begins where they begin, but its copy is no copy of them."""
+    rows = torch.randn(*ROWS[0]).half().requires_grad_()
+    query = rows[:, :, :1] if dropped else rows
+    dout = torch.randn_like(query)
+    saccade.attention(query, rows, rows, backend="short")
+    for hooks in (False, True, False, True):
+        copied = []
+
+        def copy(x, copied=copied):
+            copied.append(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x))
+            return copied[-1]
+
+        unpack = copy if hooks else (lambda x: x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            out = saccade.attention(query, rows, rows, backend="short")
+        torch.autograd.grad(out, rows, dout)
+        expected = copied[:3] if hooks else (query, rows, rows)
+        assert seen[-1][2][:3] == [x.data_ptr() for x in expected]
+
+
+def test_the_copy_engine_moves_tensors_of_the_call_alone():
+    query, out, table = (torch.zeros(4, 8) for _ in range(3))
+    with Recorder() as recorder:
+        launch(query, out, maps=[(lasting(table), (4, 8), (32,), (1, 8))])
+    assert recorder.planned((query, out), 1) is None
 
 
 @on_a_cpu

@@ -38,9 +38,7 @@ class Prepared:
     def __init__(self, plan: Plan):
         # read at every call that Python makes, hence fields of their own
         self.problem, self.backend, self.op_name = plan.problem, plan.backend, plan.op_name
-        self.launches = LaunchCache()
-        self.recorded: set[Any] = set()
-        self.refused = False
+        self.launches, self.recorded, self.refused = LaunchCache(), LaunchCache(), False
 
 
 class Part(NamedTuple):

@@ -56,11 +56,11 @@ def recorded(
     with Recorder() as recorder:
         results = make()
     given = [x for x in call if isinstance(x, Tensor)]
-    planned = recorder.planned((*given, *results), len(given), len(given))
-    if planned is None:
+    planned = recorder.planned((*given, *results), len(given))
+    if planned is not None:
+        native.calls.remember_op(call, layouts(results), planned, () if chosen.limits is None else chosen.limits(args))
+    elif chosen.limits is None:  # else a smaller batch of the kind may be replayed
         if len(_REFUSED) >= 4096:  # only a stream of ever new shapes gets here
             _REFUSED.clear()
         _REFUSED.add(native.calls.key(call))
-    else:
-        native.calls.remember_op(call, layouts(results), planned, () if chosen.limits is None else chosen.limits(args))
     return results

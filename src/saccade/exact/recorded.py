@@ -68,9 +68,10 @@ class Backward(NamedTuple):
             )
         rows = self.unfold(tuple(gradients)) if into is None else (into,)
         results = rows if dbias is None else (*rows, dbias.view(tensors["bias"].shape))
-        planned = recorder.planned((*given[: len(names)], *results), len(self.inputs), len(names))
+        given = given[: len(names)]
+        planned = recorder.planned((*given, *results), len(given))
         if planned is not None and native.calls is not None:
-            native.calls.remember_backward(self.key, dout, planned)
+            native.calls.remember_backward(self.key, given, planned)
         return results
 
     def _parts(self, tensors: dict[str, Any]) -> dict[str, Any]:

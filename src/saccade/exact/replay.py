@@ -39,7 +39,7 @@ def record(
         tensor, then the mask or bias if there is one, then the lengths.
     """
     problem, chosen, told = prepared.problem, prepared.backend, False
-    prepared.recorded.add(native.calls.key(call))
+    prepared.recorded.remember(native.calls.key(call), True)
     if replayable(problem) and chosen.own_dropout and args.lengths is None:
         told = _record_torch(prepared, call, inputs, args)
     elif replayable(problem) and chosen.replays and lse is not None and (args.bias is None or not shares_memory(args.bias)):
@@ -72,7 +72,7 @@ def _record_ours(
     expanded = mask if args.mask is not None and args.mask is not inputs[mask] else -1
     taken = [x for x in (args.mask, args.bias, args.lengths) if x is not None]
     inputs, given = (*inputs[: len(inputs) - len(taken)], *taken), inputs
-    forward = recorder.planned((*inputs, out, lse, *seed), len(inputs), len(inputs))
+    forward = recorder.planned((*inputs, out, lse, *seed), len(inputs))
     if forward is None:
         return False
     added = [name for name in ("mask", "bias", "lengths") if getattr(args, name) is not None]

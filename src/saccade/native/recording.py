@@ -30,7 +30,7 @@ def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device, quer
     where its size is that of all calls."""
     made = torch.empty(shape, dtype=dtype, device=device)
     if ACTIVE.recorder is not None:
-        ACTIVE.recorder.share(made, queries)
+        ACTIVE.recorder.note_scratch(made, queries)
     return made
 
 
@@ -117,21 +117,21 @@ class Recorder:
         else:
             self._launches.append((launch, len(self._scratch)))
 
-    def share(self, made: Tensor, queries: int) -> None:
+    def note_scratch(self, made: Tensor, queries: int) -> None:
         """Scratch memory of the call (see `scratch`)."""
         size = made.element_size() * math.prod(made.shape)
         self._scratch.append(made)
         self._rules.append((0, size // queries) if queries else (size, 0))
 
-    def planned(self, tensors: Sequence[Tensor], known: int, given: int) -> Planned | None:
+    def planned(self, tensors: Sequence[Tensor], given: int) -> Planned | None:
         """The launches, in terms of the slots of tensors; None if C++ cannot replay them.
 
-        known: how many of the tensors, the first ones, C++ looks the call up by, with whether they are one memory. given: how many there were before
-        the call. All others are results, and are refused if no launch has their address: torch wrote them.
+        given: how many of the tensors there were before the call. C++ looks it up by which of them begin in one place. All others are results,
+        and are refused if no launch has their address: torch wrote them.
         """
         if self.refused:
             return None
-        memory = _Memory((*tensors, *self._scratch), known, self.lasting)
+        memory = _Memory((*tensors, *self._scratch), given, self.lasting)
         try:
             found = [memory.placed(launch, len(tensors) + count) for launch, count in self._launches]
         except LookupError:
@@ -148,11 +148,11 @@ class Recorder:
 class _Memory:
     """The memory of a call, in which addresses have places.
 
-    known, lasting: as in `Recorder`. reached: slots of the addresses so far.
+    given, lasting: as in `Recorder`. reached: slots of the addresses so far.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], known: int, lasting: list[tuple[Piece, int, int]]):
-        self._pieces, self._known, self._lasting = [_piece(x) for x in tensors], known, lasting
+    def __init__(self, tensors: Sequence[Tensor], given: int, lasting: list[tuple[Piece, int, int]]):
+        self._pieces, self._given, self._lasting = [_piece(x) for x in tensors], given, lasting
         self._starts: dict[int, list[int]] = {}
         for i, (start, end) in enumerate(self._pieces):
             if start < end:
@@ -168,6 +168,8 @@ class _Memory:
         moved = []
         for x in launch.moved:
             slot, offset = self._place(x.offset, behind)
+            if slot < 0:
+                raise LookupError(x.offset)  # C++ encodes a map of the address of a tensor
             moved.append(x._replace(slot=slot, offset=offset))
         slots, values = list(launch.slots), list(launch.values)
         for i, slot in enumerate(slots):
@@ -181,7 +183,7 @@ class _Memory:
             return FIXED, 0
         exact = [i for i in self._starts.get(address, ()) if i < behind]
         # tensors in one memory are of another kind than tensors in two, as far as C++ looks the call up by them
-        if len(exact) == 1 or (exact and exact[-1] < self._known):
+        if len(exact) == 1 or (exact and exact[-1] < self._given):
             return exact[0], 0
         covering = [i for i, (start, end) in enumerate(self._pieces[:behind]) if start <= address < end]
         if covering and not exact:

@@ -124,5 +124,6 @@ def every_sequence(offsets: Tensor, sequences: int) -> tuple[Tensor, Tensor] | N
             # Rows of 16 bytes: kernels are compiled apart for numbers at other addresses. Copied, which waits for the device once: other
             # streams would not wait for a kernel of this one.
             found = numbers.to(offsets.device), numbers[:, None].repeat(1, 4).to(offsets.device)
-        _NUMBERS[offsets.device] = found
+        # another thread may have been first: C++ keeps the addresses of what stays
+        found = _NUMBERS.setdefault(offsets.device, found)
     return lasting(found[0]), lasting(found[1][sequences], 16 * sequences, ROWS_OF_16_BYTES)

@@ -38,9 +38,10 @@ def replayed(call: tuple) -> Tensor | None:
 
 def begin(prepared: Prepared, call: tuple, args: VarlenArgs) -> Recorder | None:
     """A recorder for a call of which C++ is to be told: until it could replay one of the kind, as a batch may be too large."""
-    described = prepared.backend.replays and not prepared.problem.return_lse
-    if native.calls is not None and not (described and any(x is args.cu_seqlens_q for x in call)):
-        return None  # the last where offsets of another dtype were converted
+    replays = prepared.backend.replays and not prepared.problem.return_lse
+    given = all(any(x is offsets for x in call) for offsets in (args.cu_seqlens_q, args.cu_seqlens_k))
+    if native.calls is not None and not (replays and given):
+        return None  # offsets that were converted are of this call alone
     return begin_recording(prepared, call)
 
 
@@ -52,11 +53,11 @@ def record(
     chosen = prepared.backend
     if lse is None or chosen.limits is None:
         return
-    planned = recorder.planned((*inputs, out, lse, *seed), len(inputs), len(inputs))
+    planned = recorder.planned((*inputs, out, lse, *seed), len(inputs))
     if planned is None:
         return
     key = native.calls.key(call)
-    prepared.recorded.add(key)
+    prepared.recorded.remember(key, True)
     differentiable = (args[:3] if qkv is None else (qkv,)) if prepared.problem.needs_grad else ()
     empty = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in differentiable]
     names = _INPUTS if qkv is None else ("qkv", "cu_seqlens")

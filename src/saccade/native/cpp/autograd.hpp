@@ -125,8 +125,11 @@ struct Backward : Node {
             tensors.push_back(call->transposed ? saved.transpose(1, 2) : saved);
         }
         if (call->draws_seed) tensors.push_back(seed.as_it_lay());
+        std::vector<int64_t> addresses;
+        for (const Tensor& tensor : tensors) addresses.push_back(start_of(tensor));
         Key key;
         describe(key, dout, call->ragged);
+        describe_starts(key, addresses);  // saved-tensor hooks may bring one memory back in two
         const Planned* planned = nullptr;
         {
             std::lock_guard<std::mutex> lock(call->mutex);
@@ -148,8 +151,7 @@ struct Backward : Node {
         }
         const size_t first_piece = tensors.size();
         planned->allocate(tensors, ragged, device);
-        std::vector<int64_t> addresses;
-        for (const Tensor& tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
+        for (size_t i = addresses.size(); i < tensors.size(); ++i) addresses.push_back(start_of(tensors[i]));
         void* stream = stream_of(device);
         for (const Launch& launch : planned->launches) launch.enqueue(addresses, ragged, stream);
         if (!planned->shares.empty()) found.back() = total(tensors[first_piece], planned->shares, call->gradients.back());

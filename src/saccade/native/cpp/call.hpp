@@ -2,6 +2,7 @@
 #pragma once
 
 #include <Python.h>
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -60,6 +61,13 @@ void describe(Key& key, const Tensor& tensor, bool ragged = false) {
     if (ragged && tensor.dim() == 2) return;
     for (int64_t size : tensor.sizes().slice(ragged && tensor.dim() ? 1 : 0)) key.push_back(size);
     for (int64_t stride : tensor.strides()) key.push_back(stride);
+}
+
+int64_t start_of(const Tensor& tensor) { return reinterpret_cast<int64_t>(tensor.const_data_ptr()); }
+
+// Launches are known by addresses, which do not tell tensors apart that begin in one place. So the key holds the first tensor that begins where each does.
+void describe_starts(Key& key, const std::vector<int64_t>& starts) {
+    for (int64_t start : starts) key.push_back(std::find(starts.begin(), starts.end(), start) - starts.begin());
 }
 
 // The launches of a call in one direction, and the bytes of each piece of memory that they share.
@@ -122,7 +130,7 @@ struct RecordedCall {
     }
 
     std::mutex mutex;
-    std::unordered_map<Key, Planned, Hash> backward;  // by the layout of the incoming gradient
+    std::unordered_map<Key, Planned, Hash> backward;  // by the layout of the incoming gradient, and which tensors begin in one place
     PyObject* plan_backward = nullptr;                // `(*inputs, lse, dout, perhaps out, perhaps seed) -> gradients`, which may add to `backward`
 
     ~RecordedCall() {

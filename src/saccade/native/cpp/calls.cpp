@@ -38,13 +38,13 @@ Tensor run_ours(const std::shared_ptr<RecordedCall>& call, const std::vector<con
     }
     if (call->draws_seed) seed = at::randint(0, int64_t(1) << 62, {1}, at::TensorOptions().dtype(at::kLong).device(device));
     std::vector<int64_t> addresses;
-    for (const Tensor* tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor->const_data_ptr()));
-    addresses.push_back(reinterpret_cast<int64_t>(out.const_data_ptr()));
-    addresses.push_back(reinterpret_cast<int64_t>(lse.const_data_ptr()));
-    if (seed.defined()) addresses.push_back(reinterpret_cast<int64_t>(seed.const_data_ptr()));
+    for (const Tensor* tensor : tensors) addresses.push_back(start_of(*tensor));
+    addresses.push_back(start_of(out));
+    addresses.push_back(start_of(lse));
+    if (seed.defined()) addresses.push_back(start_of(seed));
     std::vector<Tensor> scratch;
     call->forward.allocate(scratch, ragged, device);
-    for (const Tensor& piece : scratch) addresses.push_back(reinterpret_cast<int64_t>(piece.const_data_ptr()));
+    for (const Tensor& piece : scratch) addresses.push_back(start_of(piece));
     if (device.is_cuda()) driver.make_current(device.index());
     void* stream = stream_of(device);
     for (const Launch& launch : call->forward.launches) launch.enqueue(addresses, ragged, stream);
@@ -113,10 +113,10 @@ PyObject* memory_compute(Memory* self, PyObject* const* arguments, Py_ssize_t co
     const at::Device device = given[0]->device();
     std::vector<Tensor> allocated;
     std::vector<int64_t> addresses;
-    for (const Tensor* tensor : given) addresses.push_back(reinterpret_cast<int64_t>(tensor->const_data_ptr()));
+    for (const Tensor* tensor : given) addresses.push_back(start_of(*tensor));
     for (const Layout& layout : call->results) allocated.push_back(layout.allocate(ragged, device));
     call->op.allocate(allocated, ragged, device);
-    for (const Tensor& tensor : allocated) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
+    for (const Tensor& tensor : allocated) addresses.push_back(start_of(tensor));
     if (device.is_cuda()) driver.make_current(device.index());
     void* stream = stream_of(device);
     for (const Launch& launch : call->op.launches) launch.enqueue(addresses, ragged, stream);
@@ -260,15 +260,23 @@ PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssi
     END_HANDLE_TH_ERRORS
 }
 
-// remember_backward(key, dout, planned): for gradients with the layout of this one; False where the call was forgotten
+// remember_backward(key, tensors, planned): for gradients with the layout of this one; False where the call was forgotten. tensors: those that
+// `plan_backward` was called with.
 PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 3, "remember_backward takes a key, an incoming gradient and a plan");
+    TORCH_CHECK(count == 3, "remember_backward takes a key, tensors and a plan");
     Key gradient;
     auto found = self->calls->find(numbers(arguments[0]));
     if (found == self->calls->end()) Py_RETURN_FALSE;
     const std::shared_ptr<RecordedCall> call = found->second;
-    describe(gradient, tensor_of(arguments[1]), call->ragged);
+    THPObjectPtr tensors(PySequence_Fast(arguments[1], "tensors is a sequence of tensors"));
+    if (!tensors) throw python_error();
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(tensors.get()), dout = call->inputs + 1;  // behind lse
+    TORCH_CHECK(size > dout, "there is no incoming gradient among ", size, " tensors");
+    std::vector<int64_t> starts;
+    for (Py_ssize_t i = 0; i < size; ++i) starts.push_back(start_of(tensor_of(PySequence_Fast_GET_ITEM(tensors.get(), i))));
+    describe(gradient, tensor_of(PySequence_Fast_GET_ITEM(tensors.get(), dout)), call->ragged);
+    describe_starts(gradient, starts);
     Planned planned = planned_of(arguments[2]);
     std::lock_guard<std::mutex> lock(call->mutex);
     // never replaces existing launches: another thread may be launching them
@@ -357,7 +365,7 @@ PyMethodDef memory_methods[] = {
     {"remember_ragged", FAST(memory_remember_ragged), METH_FASTCALL, "remember_ragged(call, out, lse, planned, gradients, plan_backward, form)"},
     {"remember", FAST(memory_remember), METH_FASTCALL, "remember(call, out, lse, planned, gradients, plan_backward, form)"},
     {"remember_torch", FAST(memory_remember_torch), METH_FASTCALL, "remember_torch(call, dropout, is_causal, scale, grouped, seen, hidden)"},
-    {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, dout, planned)"},
+    {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, tensors, planned)"},
     {"key", reinterpret_cast<PyCFunction>(memory_key), METH_O, "key(call): the numbers under which it is remembered."},
     {"checked", FAST(memory_checked), METH_FASTCALL, "checked(lengths, keys): the values of this tensor lie in 0..keys."},
     {"forget", reinterpret_cast<PyCFunction>(memory_forget), METH_NOARGS, "Forget every call."},

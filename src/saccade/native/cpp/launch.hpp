@@ -39,7 +39,7 @@ struct Driver {
     }
 } driver;
 
-// The numbers of a ragged call that change from batch to batch, in the order of `saccade.native.described.Free`.
+// The numbers of a ragged call that change from batch to batch, in the order of their slots in `saccade.native.described`.
 struct Ragged {
     enum { QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES, HALVINGS, COUNT };
     int64_t numbers[COUNT] = {};

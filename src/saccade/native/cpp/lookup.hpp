@@ -98,12 +98,9 @@ bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const T
         needed |= tensor.requires_grad();
         tensors.push_back(&tensor);
     }
-    // Launches are known by addresses, which do not tell tensors apart that begin in one place: two in one memory are another call than two in two
-    int64_t shared = 0;
-    if (tensors.size() > 11) return false;  // a bit for each pair
-    for (size_t i = 0, pair = 0; i < tensors.size(); ++i)
-        for (size_t j = 0; j < i; ++j, ++pair) shared |= int64_t(tensors[i]->const_data_ptr() == tensors[j]->const_data_ptr()) << pair;
-    key.push_back(shared);
+    std::vector<int64_t> starts;
+    for (const Tensor* tensor : tensors) starts.push_back(start_of(*tensor));
+    describe_starts(key, starts);
     records = needed && at::GradMode::is_enabled();
     key.push_back(records);
     const at::Device device = tensors[0]->device();
@@ -147,7 +144,7 @@ bool read_ragged(PyObject* const* arguments, Py_ssize_t count, std::vector<const
     int64_t tile = 16;
     while (tile < ragged.longest()) tile *= 2;
     key.push_back(tile);
-    key.push_back(offsets_q.is_same(offsets_k));
+    key.push_back(offsets_q.is_same(offsets_k) && query.size(0) == key_.size(0));  // token tiles take one list of one number of tokens
     return true;
 }
 
