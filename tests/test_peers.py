@@ -219,15 +219,26 @@ def test_xformers_tensors(plugin, shape):
         plugin.memory_efficient_attention(q, k, v, object())
 
 
-def test_transformers_calls_ours_under_the_name_of_torchs_function(plugin, monkeypatch):
+def test_transformers_calls_ours_under_the_name_of_torchs_function(plugin):
     modeling = pytest.importorskip("transformers.modeling_utils")
     masking = pytest.importorskip("transformers.masking_utils")
-    seen = {}
-    for module, name in ((modeling, "ALL_ATTENTION_FUNCTIONS"), (masking, "ALL_MASK_ATTENTION_FUNCTIONS")):
-        monkeypatch.setattr(getattr(module, name), "register", lambda key, function, at=name: seen.update({at: (key, function)}))
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+    model = BertModel(BertConfig(**sizes, attn_implementation="eager")).eval()
+    ids, mask = torch.randint(50, (2, 7)), torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    expected = model(ids, mask).last_hidden_state
+    tables = modeling.ALL_ATTENTION_FUNCTIONS, masking.ALL_MASK_ATTENTION_FUNCTIONS
+    theirs = [table["sdpa"] for table in tables]
     plugin.transformers()
-    assert {key for key, _ in seen.values()} == {"sdpa"}
-    assert all(function.__module__.startswith("saccade") for _, function in seen.values())
+    try:
+        assert all(table["sdpa"].__module__.startswith("saccade") for table in tables)
+        model.set_attn_implementation("sdpa")
+        found = model(ids, mask).last_hidden_state
+    finally:
+        for table, function in zip(tables, theirs, strict=True):
+            table.register("sdpa", function)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -148,12 +148,11 @@ def boolean_mask(
     stride. The causal mask of packed sequences is a `PackedMask`, that of a sliding window a `WindowMask`, which have no memory either. And a causal mask is omitted only where
     the layer will know that it is causal.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, causal_mask_function
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-    # delegated to transformers, because the signature of mask functions changes between releases, while the meaning of this one does not
-    build = functools.partial(
-        ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], kv_length=kv_length, mask_function=mask_function, config=config
-    )
+    # delegated to transformers, because the signature of mask functions changes between releases, while the meaning of this one does not; by
+    # its own name, since "sdpa" may be registered as this function
+    build = functools.partial(sdpa_mask, kv_length=kv_length, mask_function=mask_function, config=config)
     plain = mask_function is bidirectional_mask_function and not use_vmap
     if plain and attention_mask is None and kwargs.get("allow_is_bidirectional_skip", True):
         return None  # it would hide nothing; while a graph is captured or exported transformers makes it all the same
