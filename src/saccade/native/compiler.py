@@ -57,7 +57,7 @@ def no_compiler() -> str:
 no_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@functools.cache
+@functools.lru_cache(1)
 def standard_library() -> tuple[str, ...]:
     """The C++ library that this process runs, as a word for the linker; none if it cannot be told.
 
