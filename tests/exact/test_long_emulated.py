@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from saccade.engine.philox import dropout_keep
+from saccade.engine.window import ends_of, in_window
 from saccade.exact.args import AttentionArgs
 from saccade.exact.long import launchers as long
 from saccade.exact.long import sm90
-from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT, VarlenArgs
+from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, FULL, FULL_BOTTOM_RIGHT, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.launch import delta
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import CudaLaunch
@@ -60,7 +61,8 @@ def kept_of(seed, dropout_p, *sizes):
 
 
 def dense(
-    heads, q_len, kv_len, dim, dtype=torch.bfloat16, causal=False, lengths=None, dlse=False, kv_heads=None, mask=None, batch=1, dropout_p=0.0
+    heads, q_len, kv_len, dim, dtype=torch.bfloat16, causal=False, lengths=None, dlse=False, kv_heads=None, mask=None, batch=1, dropout_p=0.0,
+    window=None,
 ):  # fmt: skip
     if lengths is not None:
         batch = len(lengths)
@@ -74,6 +76,7 @@ def dense(
         seen = seen & mask
     if causal:
         seen = seen & torch.ones(q_len, kv_len, dtype=torch.bool).tril()
+    seen = seen & in_window(torch.arange(q_len)[:, None], torch.arange(kv_len), *ends_of(window))
     if lengths is not None:
         lengths = torch.tensor(lengths, dtype=torch.int32)
         real = (torch.arange(kv_len) < lengths[:, None])[:, None]
@@ -84,7 +87,10 @@ def dense(
     query, key, value, dout = made
     if lengths is not None:  # what lies behind the last key is never read
         key, value = (x.masked_fill(~real[..., None], torch.nan) for x in (key, value))
-    args = AttentionArgs(query, key, value, mask, None, lengths, seed, dropout_p, causal, dim**-0.5, launches=LaunchCache())
+    numbers, (left, right) = (dropout_p, causal, dim**-0.5), ends_of(window)
+    args = AttentionArgs(
+        query, key, value, mask, None, lengths, seed, *numbers, window_left=left, window_right=right, launches=LaunchCache()
+    )
     results = []
     for _ in range(2):  # the second call is known
         out, lse = long.forward(args)
@@ -300,7 +306,50 @@ def test_packed_sequences_of_one_warpgroup(dim):
     packed(dim, BOTTOM_RIGHT, [(5, 5), (33, 64), (9, 9), (64, 48), (0, 40), (17, 0), (64, 64)])
 
 
-def packed(dim, causal, lengths, heads=2, dropout_p=0.0, longer=0):
+WINDOWS = [(64, 64), (0, 0), (3, 200), (None, 5), (129, None), (1000, 0), (17, 40)]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_windows(window, causal, dim):
+    """700 keys are two segments of backward, of which the first goes on into the second."""
+    dense(1, 700, 700, dim, dlse=True, window=window, causal=causal)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("tokens", [(1, 600), (600, 1), (130, 530), (530, 130), (33, 64), (1100, 1100)], ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_windows_at_ends_of_tiles(window, tokens):
+    dense(1, *tokens, 32, window=window)
+
+
+def test_windows_beside_lengths_and_grouped_heads():
+    dense(4, 300, 640, 64, torch.float16, lengths=[640, 0, 129, 65], dlse=True, kv_heads=2, window=(40, 70))
+
+
+def test_windows_that_end_behind_a_segment():
+    """A chunk of queries whose window reaches over a whole segment into the next one."""
+    dense(1, 1500, 1500, 32, window=(100, 700), kv_heads=1)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dim", [32, 64])
+def test_dropout_in_windows(dim):
+    dense(2, 533, 597, dim, dlse=True, batch=2, dropout_p=0.3, window=(70, 33))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    "causal", [FULL, UPPER_LEFT, BOTTOM_RIGHT, FULL_BOTTOM_RIGHT], ids=["full", "upper-left", "lower-right", "full-lower-right"]
+)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_packed_windows(window, causal):
+    packed(64, causal, [(5, 5), (70, 150), (9, 9), (150, 70), (0, 40), (130, 0), (600, 590)], heads=4, window=window, longer=59)
+
+
+def packed(dim, causal, lengths, heads=2, dropout_p=0.0, longer=0, window=None):
     """Some of the sequences of a batch, in another order; those between them hold NaN. longer: keys of a sequence of another launch, beyond theirs."""
     lengths = torch.tensor(lengths)
     members = torch.tensor([6, 1, 3, 4, 5, 0], dtype=torch.int32)  # the last is beyond the count
@@ -314,7 +363,9 @@ def packed(dim, causal, lengths, heads=2, dropout_p=0.0, longer=0):
             x[rows[s][of]] = torch.randn_like(x[rows[s][of]])
     longest, seed = int(lengths.max()), torch.tensor([SEED]) if dropout_p else None
     kept_weights = kept_of(seed, dropout_p, len(lengths), heads, longest, longest + longer)
-    args = VarlenArgs(query, key, value, *ends, None, seed, longest, longest + longer, dropout_p, causal, dim**-0.5)
+    args = VarlenArgs(
+        query, key, value, *ends, None, seed, longest, longest + longer, dropout_p, causal, dim**-0.5, *ends_of(window)
+    )
     count = torch.tensor([5], dtype=torch.int32)
     out, lse = torch.full_like(query, torch.nan), torch.full((heads, query.shape[0]), torch.nan)
     sm90.forward(args, members, count, out, lse)
@@ -325,8 +376,10 @@ def packed(dim, causal, lengths, heads=2, dropout_p=0.0, longer=0):
         q, k = rows[s]
         tq, tk = (int(x) for x in lengths[s])
         seen = torch.ones(tq, tk, dtype=torch.bool)
-        if causal != FULL:
-            seen = seen.tril(tk - tq if causal == BOTTOM_RIGHT else 0)
+        shift = tk - tq if causal in ALIGNED_LAST else 0
+        if causal in HIDE_LATER:
+            seen = seen.tril(shift)
+        seen = seen & in_window(torch.arange(tq)[:, None] + shift, torch.arange(tk), *ends_of(window))
         one = [x.transpose(0, 1) for x in (query[q], key[k], value[k], dout[q])]
         found = (out[q].transpose(0, 1), lse[:, q], *(x[r].transpose(0, 1) for x, r in zip(gradients, (q, k, k), strict=True)))
         if tq and tk:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from saccade.engine.problem import Problem
-from saccade.exact.long.config import CONFIGS, MAX_HEAD_DIM, MAX_SHARING, MAX_TOKENS, rounded
+from saccade.engine.window import NO_LIMIT
+from saccade.exact.long.config import CONFIGS, MAX_HEAD_DIM, MAX_SHARING, MAX_TOKENS, MAX_TOKENS_IN_WINDOWS, rounded
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.hardware import arch_of
 from saccade.nvrtc import obstacles
@@ -31,11 +32,12 @@ class Kind(NamedTuple):
     dropout: bool
     bias: bool
     scale: float
+    window: bool
 
     @property
-    def features(self) -> tuple[bool, bool, bool]:
-        """The features that kernels are compiled for: grouped heads, a mask, dropout."""
-        return self.group > 1, self.mask, self.dropout
+    def features(self) -> tuple[bool, bool, bool, bool]:
+        """The features that kernels are compiled for: grouped heads, a mask, dropout, a window."""
+        return self.group > 1, self.mask, self.dropout, self.window
 
 
 def kind_of(args: VarlenArgs) -> Kind:
@@ -45,6 +47,7 @@ def kind_of(args: VarlenArgs) -> Kind:
     return Kind(
         arch_of(query.device), query.dtype, query.dim() == 4, query.shape[-1], group, args.max_q, args.max_k, args.causal,
         args.mask is not None, args.seed is not None, args.bias is not None, args.scale,
+        (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT),
     )  # fmt: skip
 
 
@@ -52,7 +55,7 @@ def kind_of_packed(problem: VarlenProblem) -> Kind:
     """The kind of a described call of packed sequences."""
     return Kind(
         problem.arch, problem.dtype, False, problem.head_dim, problem.heads // max(1, problem.kv_heads), problem.max_q, problem.max_k,
-        problem.causal, False, problem.dropout_p > 0, problem.bias is not None, problem.scale,
+        problem.causal, False, problem.dropout_p > 0, problem.bias is not None, problem.scale, problem.window is not None,
     )  # fmt: skip
 
 
@@ -61,7 +64,7 @@ def kind_of_dense(problem: Problem) -> Kind:
     causal = UPPER_LEFT if problem.is_causal else FULL
     return Kind(
         problem.arch, problem.dtype, True, problem.head_dim, problem.heads // max(1, problem.kv_heads), problem.q_len, problem.kv_len,
-        causal, problem.mask == "bool", problem.dropout_p > 0, problem.mask == "bias", problem.scale,
+        causal, problem.mask == "bool", problem.dropout_p > 0, problem.mask == "bias", problem.scale, problem.window is not None,
     )  # fmt: skip
 
 
@@ -71,7 +74,8 @@ def takes(kind: Kind) -> bool:
         return False
     if (kind.group > 1 and kind.group * kind.max_q > MAX_SHARING) or (kind.mask and not kind.dense):
         return False
-    if kind.head_dim > MAX_HEAD_DIM or kind.head_dim % 8 or max(kind.max_q, kind.max_k) > MAX_TOKENS:
+    most = MAX_TOKENS_IN_WINDOWS if kind.window else MAX_TOKENS
+    if kind.head_dim > MAX_HEAD_DIM or kind.head_dim % 8 or max(kind.max_q, kind.max_k) > most:
         return False
     return not obstacles("90a")
 

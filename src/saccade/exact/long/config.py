@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 # Backward parks dQ between rounds of keys, for each block all queries of a sequence: 69 MB at this length and D = 64
 MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
+# With a window a block takes the keys of a segment, SEGMENT rounds of 128, and parks dQ of as many queries as the window reaches; the sources count
+# 128 segments
+SEGMENT = 4
+MAX_TOKENS_IN_WINDOWS = 128 * 128 * SEGMENT
 # Features with which the kernels were timed (docs/notes/long.md): one at a time, up to this D and from another on,
 # and for dense rows up to so many tokens. `auto` takes no backend `long` for other calls, and the ragged family computes them by Triton. Read at each call.
 TIMED_HEAD_DIM = 64

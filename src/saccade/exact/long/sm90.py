@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.engine.window import NO_LIMIT
 from saccade.exact.long import choice
-from saccade.exact.long.config import CONFIGS, Sm90Config, rounded
+from saccade.exact.long.config import CONFIGS, SEGMENT, Sm90Config, rounded
 from saccade.exact.long.mask_bits import pack, strides_of
-from saccade.exact.varlen.args import VarlenArgs
+from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.hardware import multiprocessors
 from saccade.launch.cache import LaunchCache
 from saccade.launch.constants import LOG2E
@@ -61,18 +62,18 @@ def owns_delta(head_dim: int) -> bool:
 
 def defines(
     direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config,
-    grouped: bool = False, mask: bool = False, dropout: bool = False,
+    grouped: bool = False, mask: bool = False, dropout: bool = False, window: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """The macros that a kernel is compiled with."""
     found = {
         "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "GROUPED": grouped, "MASK": mask, "DROPOUT": dropout,
-        "STAGES": config.stages, "SHARED_BYTES": shared_bytes(direction, head_dim, config),
+        "WINDOW": window, "STAGES": config.stages, "SHARED_BYTES": shared_bytes(direction, head_dim, config),
     }  # fmt: skip
     if direction == "forward":
         registers = dict(zip(("COMPUTE_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
         return found | registers | {"TEAMS": config.teams, "QUERY_SLOTS": QUERY_SLOTS}
     registers = dict(zip(("KEY_REGISTERS", "QUERY_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
-    return found | registers | {"OWN_DELTA": owns_delta(head_dim)}
+    return found | registers | {"OWN_DELTA": owns_delta(head_dim), "SEGMENT": SEGMENT}
 
 
 def takes(args: VarlenArgs, *others: Tensor) -> bool:
@@ -157,8 +158,11 @@ def _launch(
     if group > 1:
         numbers["group_size"] = group
     dropped = None if args.seed is None else args.dropout_p
+    window = _window(args)
+    if window is not None:
+        numbers |= dict(zip(("window_left", "window_right"), window, strict=True))
     size = (heads, head_dim, group, args.mask is None, query.dim(), query.dtype, query.device)
-    key = (direction, grid, tuple(strides.values()), size, args.causal, args.scale, dropped, config)
+    key = (direction, grid, tuple(strides.values()), size, args.causal, args.scale, dropped, window, config)
     found = _LAUNCHES.get(key)
     if found is None:
         if dropped is not None:
@@ -170,12 +174,28 @@ def _launch(
 
 def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any], config: Sm90Config) -> CudaLaunch:
     query, features = args.query, choice.kind_of(args).features
-    macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config, *features)
+    causal = _alignment(args) if features[-1] else args.causal
+    macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, causal, config, *features)
     shared = shared_bytes(direction, query.shape[-1], config)
     return CudaLaunch(
         source(direction), f"long_{direction}_sm90", Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
         ARCHITECTURE,
     )  # fmt: skip
+
+
+def _window(args: VarlenArgs) -> tuple[int, int] | None:
+    """(left, right) of a window, at most all tokens."""
+    ends = args.window_left, args.window_right
+    if ends == (NO_LIMIT, NO_LIMIT):
+        return None
+    tokens = args.max_q + args.max_k
+    left, right = (tokens if end == NO_LIMIT else min(end, tokens) for end in ends)
+    return left, 0 if args.causal in HIDE_LATER else right
+
+
+def _alignment(args: VarlenArgs) -> int:
+    """The key that a window is aligned with, as the kernels are compiled for a causal mask that is."""
+    return BOTTOM_RIGHT if args.causal in ALIGNED_LAST else UPPER_LEFT
 
 
 # what `_free` finds, and the numbers of parked memory
@@ -225,10 +245,15 @@ def plan_backward(
     config = config or CONFIGS["backward", head_dim]
     free = _free(args)
     most = multiprocessors(args.query.device)
-    grid = most if longest else max(1, min(free[0] * (args.query.shape[1] // group), most))
+    window = _window(args)
+    blocks = free[0] * (args.query.shape[1] // group) * (1 if window is None else -(-args.max_k // (SEGMENT * ROUND_ROWS)))
+    grid = most if longest else max(1, min(blocks, most))
     launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
     max_q, max_k = longest or args.max_q, longest or args.max_k
-    parked_block = group * -(-max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if max_k > ROUND_ROWS else 0
+    chunks = -(-max_q // CHUNK_ROWS)
+    if window is not None:  # those of which one round has begun the dQ and another goes on
+        chunks = max(1, min(chunks, (sum(window) + 62) // CHUNK_ROWS + 1))
+    parked_block = group * chunks * CHUNK_ROWS * head_dim if max_k > ROUND_ROWS or window is not None else 0
     moved = tuple(map(Moved.of, (*args[:3], dout, out), (QUERIES, KEYS, KEYS, QUERIES, QUERIES)))
     return Plan(launch, (*free, parked_block), _slots(args), moved, max(1, grid * parked_block))
 

@@ -18,9 +18,9 @@ TOKENS_MAX_DIM = 64  # of token tiles, without a window
 FASTER_IN_CHUNKS = 128
 
 
-def in_chunks(head_dim: int, grouped: bool, mask: bool, dropout: bool) -> bool:
-    """Whether the ragged family leaves calls with these features to the kernels of sm_90. It has not been timed with masks."""
-    if mask or (grouped and dropout):
+def in_chunks(head_dim: int, grouped: bool, mask: bool, dropout: bool, window: bool) -> bool:
+    """Whether the ragged family leaves calls with these features to the kernels of sm_90. It has not been timed with masks or windows."""
+    if mask or window or (grouped and dropout):
         return False
     return timed("grouped heads" if grouped else "dropout", head_dim) if grouped or dropout else True
 

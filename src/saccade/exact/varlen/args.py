@@ -94,7 +94,8 @@ def of_dense(args: AttentionArgs) -> VarlenArgs:
         bias = _expanded(bias, windows_of(bias, batch) or batch, pairs)
     if mask is not None:
         mask = _expanded(mask, batch, pairs)
-    return VarlenArgs(*args[:3], lengths, lengths, bias, args.seed, *pairs[1:], args.dropout_p, causal, args.scale, mask=mask)
+    numbers = (*pairs[1:], args.dropout_p, causal, args.scale, args.window_left, args.window_right)
+    return VarlenArgs(*args[:3], lengths, lengths, bias, args.seed, *numbers, mask)
 
 
 def _expanded(tensor: Tensor, rows: int, pairs: tuple[int, int, int]) -> Tensor:

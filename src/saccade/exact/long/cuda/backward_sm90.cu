@@ -22,12 +22,17 @@
 // ROWS (the numbers of its rows), SCORES (dS^T is written). Source: FlashAttention-2 (Dao 2023), algorithm 2, with roles as in FlashAttention-3
 // (Shah et al. 2024); traffic: Q and dO once from memory, then from L2 once a round.
 //
-// Compiled with the macros of chunks_sm90.cuh, STAGES, OWN_DELTA (0: delta is given, since O does not fit beside the others), KEY_REGISTERS,
+// With a WINDOW a block takes the keys of a segment, SEGMENT rounds, so that a long sequence occupies many blocks. Queries whose window begins in a segment
+// are its own: it writes their dQ, and goes on to the rounds behind its end that their windows reach, of which it writes no dK and dV. A round meets the
+// chunks that see its keys alone, and unfinished dQ has a place for as many chunks as a window reaches at a time.
+//
+// Compiled with the macros of chunks_sm90.cuh, STAGES, SEGMENT, OWN_DELTA (0: delta is given, since O does not fit beside the others), KEY_REGISTERS,
 // QUERY_REGISTERS, LOAD_REGISTERS and SHARED_BYTES.
 #include "chunks_sm90.cuh"
 #include "ring.cuh"
 
-constexpr int CHUNK_ROWS = 64, ROUND_ROWS = 128, ROUNDS_KNOWN = 4;
+constexpr int CHUNK_ROWS = 64, ROUND_ROWS = 128, ROUNDS_KNOWN = 4, SEGMENT_ROWS = SEGMENT * ROUND_ROWS;
+constexpr int SEGMENTS = ROUND_ROWS;  // of a sequence: the first key of a round, a multiple of ROUND_ROWS, is told with its segment in one number
 using KeyTile = Tile<HEAD_DIM, ROUND_ROWS>;
 using QueryTile = Tile<HEAD_DIM, CHUNK_ROWS>;
 using ScoreTile = Tile<CHUNK_ROWS, ROUND_ROWS>;  // rows are keys
@@ -59,18 +64,51 @@ static_assert(LongBackwardShared::BARRIERS_AT + 8 * BARRIERS <= SHARED_BYTES, "t
 struct Round {
     Item item;
     int start;  // the first key; -1 behind the last round of the block
+    int segment;  // of a WINDOW: the number of its own keys' segment
 
     __device__ __forceinline__ int rounds() const { return max(1, (item.k_rows + ROUND_ROWS - 1) / ROUND_ROWS); }
-    __device__ __forceinline__ int chunks() const { return max(1, (item.q_len + CHUNK_ROWS - 1) / CHUNK_ROWS); }
+    __device__ __forceinline__ int chunks() const { return max(!WINDOW, (item.q_len + CHUNK_ROWS - 1) / CHUNK_ROWS); }
     __device__ __forceinline__ int keys() const { return between(0, item.k_len - start, ROUND_ROWS); }
-    // Round 0 meets every chunk, so that every query gets a dQ; the last chunk meets every round, so that no round is empty.
+    // the rounds that a chunk meets in a window, one at least: those with a key that some query sees, or the nearest
+    __device__ __forceinline__ int last_round() const { return max(0, item.k_len - 1) / ROUND_ROWS; }
+    __device__ __forceinline__ int first_of(int chunk) const { return between(0, (chunk * CHUNK_ROWS + item.back()) >> 7, last_round()); }
+    __device__ __forceinline__ int last_of(int chunk) const { return between(0, (chunk * CHUNK_ROWS + CHUNK_ROWS - 1 + item.reach()) >> 7, last_round()); }
+    // the first chunk whose window begins in a round or behind it
+    __device__ __forceinline__ int first_from(int round) const { return round == 0 ? 0 : between(0, (round * ROUND_ROWS - item.back() + 63) >> 6, chunks()); }
+
+    // Whether dK and dV of its keys are another segment's; whether a chunk's dQ is this one's; whether the chunk is met for the first time, and whether
+    // its dQ was begun before.
+    __device__ __forceinline__ bool is_beyond() const { return WINDOW && start >= (segment + 1) * SEGMENT_ROWS; }
+    __device__ __forceinline__ bool owns(int chunk) const { return !WINDOW || first_of(chunk) >= segment * SEGMENT; }
+    __device__ __forceinline__ bool opens(int chunk) const {
+        return WINDOW ? start == max(first_of(chunk), segment * SEGMENT) * ROUND_ROWS : start == 0;
+    }
+    __device__ __forceinline__ bool continues(int chunk) const { return WINDOW ? start > first_of(chunk) * ROUND_ROWS : start > 0; }
+    // whether the block goes on with this round
+    __device__ __forceinline__ bool is_there() const {
+        if (!WINDOW) return start < rounds() * ROUND_ROWS;
+        return is_beyond() ? first_chunk() < end_chunk() : start < rounds() * ROUND_ROWS;
+    }
+
+    // Without a window round 0 meets every chunk, so that every query gets a dQ; the last chunk meets every round, so that no round is empty.
     __device__ __forceinline__ int first_chunk() const {
+        if (WINDOW) {
+            if (start > last_round() * ROUND_ROWS) return chunks();
+            const int first = start == 0 ? 0 : between(0, (start - item.reach()) >> 6, chunks());
+            return is_beyond() ? max(first, first_from(segment * SEGMENT)) : first;
+        }
         if (start == 0) return 0;
         if (start >= item.k_len) return chunks() - 1;
         return CAUSAL ? between(0, (start - item.reach()) / CHUNK_ROWS, chunks() - 1) : 0;
     }
+    __device__ __forceinline__ int end_chunk() const {
+        if (!WINDOW) return chunks();
+        const int last = min(start / ROUND_ROWS, (segment + 1) * SEGMENT - 1);
+        return last >= last_round() ? chunks() : first_from(last + 1);
+    }
     // the first key of the last round that a chunk meets
     __device__ __forceinline__ int last_start(int chunk) const {
+        if (WINDOW) return last_of(chunk) * ROUND_ROWS;
         if (chunk == chunks() - 1) return (rounds() - 1) * ROUND_ROWS;
         int last = max(0, item.k_len - 1) / ROUND_ROWS;
         if (CAUSAL) last = between(0, (chunk * CHUNK_ROWS + CHUNK_ROWS - 1 + item.reach()) >> 7, last);
@@ -80,16 +118,19 @@ struct Round {
 
 __device__ __forceinline__ void write_round(u32 to, const Round& r) {
     const Item& it = r.item;
-    tell(to, {it.head, it.told_row(), it.q_first, it.q_len, it.k_first, it.k_len, it.k_rows, r.start});
+    tell(to, {it.head, it.told_row(), it.q_first, it.q_len, it.k_first, it.k_len, it.k_rows, r.start < 0 ? -1 : r.start + r.segment});
 }
-__device__ __forceinline__ Round read_round(u32 from) {
+__device__ __forceinline__ Round read_round(u32 from, const Window& window) {
     const int head = told(from, 0), row = told(from, 1);
-    return Round{Item{head, Item::batch_of(row), told(from, 2), told(from, 3), told(from, 4), told(from, 5), told(from, 6), row}, told(from, 7)};
+    const Item item{head, Item::batch_of(row), told(from, 2), told(from, 3), told(from, 4), told(from, 5), told(from, 6), row, window};
+    const int start = told(from, 7);
+    if (!WINDOW || start < 0) return Round{item, start, 0};
+    return Round{item, start / ROUND_ROWS * ROUND_ROWS, start % SEGMENTS};
 }
 
 // The rows of a round where results are written. With GROUPED heads they are read once more, for the loops around a chunk leave them no registers.
 __device__ __forceinline__ Item item_to_write(const Round& round, u32 from) {
-    return GROUPED ? read_round(from).item : round.item;
+    return GROUPED ? read_round(from, round.item.window).item : round.item;
 }
 
 struct Gradients {
@@ -107,12 +148,13 @@ struct Keys {
     const Group group;
     const MaskBits mask;
     const Dropout& dropout;
+    const Window window;
     const bool arriving = arriving_lane();
     float dkey[HEAD_DIM / 2], dvalue[HEAD_DIM / 2];
     int step = 0, number = 0;  // chunks, and rounds, so far
 
-    __device__ __forceinline__ Keys(LongBackwardShared shared, int warpgroup, float exponent, Group group, MaskBits mask, const Dropout& dropout)
-        : shared(shared), warpgroup(warpgroup), exponent(exponent), group(group), mask(mask), dropout(dropout) {}
+    __device__ __forceinline__ Keys(LongBackwardShared shared, int warpgroup, float exponent, Group group, MaskBits mask, const Dropout& dropout, Window window)
+        : shared(shared), warpgroup(warpgroup), exponent(exponent), group(group), mask(mask), dropout(dropout), window(window) {}
 
     // S^T, or onto -delta dP^T - delta: 64 keys x N queries
     template <int N, bool ADDS>
@@ -216,7 +258,8 @@ struct Keys {
     // P = 0 where a query does not see a key or one of them does not exist. Not left to lse: an infinite key makes a score of zeros NaN.
     template <int N>
     __device__ __forceinline__ void hide(float (&p)[N / 2], const Item& item, int first_query, int first_key) {
-        bool whole = first_query + N <= item.q_len && first_key + 64 <= item.k_len && (!CAUSAL || first_key + 63 <= first_query + item.reach());
+        bool whole = first_query + N <= item.q_len && first_key + 64 <= item.k_len && (!CAUSAL || first_key + 63 <= first_query + item.reach()) &&
+                     (!WINDOW || first_key >= first_query + N - 1 + item.back());
         if (whole) return;
         int query = first_query + own_column(), row = own_row(first_key);
 #pragma unroll
@@ -259,14 +302,14 @@ struct Keys {
     // the chunks of a query head
     __device__ __forceinline__ void compute(const Round& round, int head) {
         int c = round.first_chunk();
-        const int whole = round.item.q_len / CHUNK_ROWS;
+        const int end = round.end_chunk(), whole = WINDOW ? min(end, round.item.q_len / CHUNK_ROWS) : round.item.q_len / CHUNK_ROWS;
 #pragma unroll 1
         for (; c < whole; c++) {
             const u32 survivors = survivors_of(round, head, c);
             await_chunk();
             chunk<64>(round, head, c, survivors);
         }
-        if (c >= round.chunks()) return;
+        if (c >= end) return;
         const int rows = round.item.q_len - c * CHUNK_ROWS;
         const u32 survivors = survivors_of(round, head, c);
         await_chunk();
@@ -279,7 +322,7 @@ struct Keys {
     // the same for a round of which this warpgroup has no key
     __device__ __forceinline__ void pass(const Round& round) {
 #pragma unroll 1
-        for (int c = round.first_chunk(); c < round.chunks(); c++) {
+        for (int c = round.first_chunk(), end = round.end_chunk(); c < end; c++) {
             await_chunk();
             clear_behind(round.item.q_len - c * CHUNK_ROWS);
             if (step >= 2) barrier_wait(shared.barrier(SCORES_READ + step % 2), (step / 2 - 1) & 1);
@@ -293,7 +336,7 @@ struct Keys {
 #pragma unroll 1
         for (;; number++) {
             barrier_wait(shared.barrier(KEYS + number % 2), number / 2 & 1);
-            const Round round = read_round(shared.round(number));
+            const Round round = read_round(shared.round(number), window);
             if (round.start < 0) return;
             const int rows = between(0, round.keys() - 64 * warpgroup, 64);
 #pragma unroll
@@ -312,7 +355,7 @@ struct Keys {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int row = first + 8 * h;
-                const bool there = row < it.k_rows;
+                const bool there = row < it.k_rows && !round.is_beyond();
                 store_row<HEAD_DIM>(dvalue, h, DROPOUT ? dropout.inverse : 1.0f, out.dvalue + out.dvalue_strides.at(it.batch, it.head, it.k_first + row), out.head_dim, there);
                 store_row<HEAD_DIM>(dkey, h, out.scale, out.dkey + out.dkey_strides.at(it.batch, it.head, it.k_first + row), out.head_dim, there);
             }
@@ -325,12 +368,15 @@ struct Queries {
     const LongBackwardShared shared;
     float* parked;  // of this block
     const Group group;
+    const Window window;
+    const int places;  // for chunks of unfinished dQ; of a WINDOW
     const int thread = thread_of() % 128;
     const bool arriving = arriving_lane();
     const u64 kept = keep_in_cache();
     int step = 0, number = 0;  // chunks, and rounds, so far
 
-    __device__ __forceinline__ Queries(LongBackwardShared shared, float* parked, Group group) : shared(shared), parked(parked), group(group) {}
+    __device__ __forceinline__ Queries(LongBackwardShared shared, float* parked, Group group, Window window, int places)
+        : shared(shared), parked(parked), group(group), window(window), places(places) {}
 
     // 64 columns of dQ += dS K over 16 STEPS keys
     template <int STEPS>
@@ -345,7 +391,12 @@ struct Queries {
 
     template <int STEPS>
     __device__ __forceinline__ void chunk(const Round& round, int member, int c, const Gradients& out) {
-        const int place = GROUPED ? member * round.chunks() + c : c;
+        const int place = WINDOW ? member * places + c % places : GROUPED ? member * round.chunks() + c : c;
+        if (!round.owns(c)) {
+            barrier_wait(shared.barrier(SCORES + step % 2), step / 2 & 1);
+            warp_arrives(shared.barrier(SCORES_READ + step % 2), arriving);
+            return;
+        }
 #pragma unroll
         for (int block = 0; block < HEAD_DIM / PART; block++) {
             float dquery[PART / 2];
@@ -353,7 +404,7 @@ struct Queries {
             // asked for before dS is there
 #pragma unroll
             for (int i = 0; i < PART / 8; i++) {
-                float4 x = round.start > 0 ? load_kept(mine + 128 * i, kept) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                float4 x = round.continues(c) ? load_kept(mine + 128 * i, kept) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 dquery[4 * i] = x.x, dquery[4 * i + 1] = x.y, dquery[4 * i + 2] = x.z, dquery[4 * i + 3] = x.w;
             }
             if (block == 0) barrier_wait(shared.barrier(SCORES + step % 2), step / 2 & 1);
@@ -381,7 +432,7 @@ struct Queries {
 #pragma unroll 1
         for (int member = 0; member < group.members(); member++) {
 #pragma unroll 1
-            for (int c = round.first_chunk(); c < round.chunks(); c++, step++) chunk<STEPS>(round, member, c, out);
+            for (int c = round.first_chunk(), end = round.end_chunk(); c < end; c++, step++) chunk<STEPS>(round, member, c, out);
         }
     }
 
@@ -389,7 +440,7 @@ struct Queries {
 #pragma unroll 1
         for (;; number++) {
             barrier_wait(shared.barrier(KEYS + number % 2), number / 2 & 1);
-            const Round round = read_round(shared.round(number));
+            const Round round = read_round(shared.round(number), window);
             if (round.start < 0) return;
             if (round.keys() > 64) compute<ROUND_ROWS / 16>(round, out);
             else compute<ROUND_ROWS / 32>(round, out);
@@ -446,7 +497,7 @@ struct Loads {
     // a chunk of a query head
     __device__ __forceinline__ void ask_chunk(const Round& round, int head, int c) {
         const int stage = stage_of(loads), first = c * CHUNK_ROWS;
-        const bool computes = OWN_DELTA && round.start == 0;
+        const bool computes = OWN_DELTA && round.opens(c);
         const Item& it = round.item;
         if (loads >= STAGES) barrier_wait(shared.barrier(CHUNK_READ + stage), (loads / STAGES - 1) & 1);
         if (OWN_DELTA) sync_threads(OF_LOADS, 128);  // all have read the O of the chunk before the last one
@@ -512,23 +563,25 @@ struct Loads {
     }
 
     __device__ __forceinline__ void run(const Batch& batch) {
-        const int items = batch.items();
+        const int segments = WINDOW ? (batch.max_k + SEGMENT_ROWS - 1) / SEGMENT_ROWS : 1, all = batch.items() * segments;
 #pragma unroll 1
-        for (int index = blockIdx.x; index < items; index += gridDim.x) {
-            Round round{batch.item(index), 0};
+        for (int index = blockIdx.x; index < all; index += gridDim.x) {
+            const int problem = WINDOW ? unsigned(index) / unsigned(segments) : index, segment = index - problem * segments;
+            Round round{batch.item(problem), segment * SEGMENT_ROWS, segment};
 #pragma unroll 1
-            for (; round.start < round.rounds() * ROUND_ROWS; round.start += ROUND_ROWS) {
+            for (; round.is_there(); round.start += ROUND_ROWS) {
                 ask_round(round);
+                if (WINDOW && round.first_chunk() >= round.end_chunk()) tell_rows();  // no chunk follows that would tell those of the one before
 #pragma unroll 1
                 for (int member = 0; member < group.members(); member++) {
                     const int head = group.query_head(round.item.head, member);
 #pragma unroll 1
-                    for (int c = round.first_chunk(); c < round.chunks(); c++) ask_chunk(round, head, c);
+                    for (int c = round.first_chunk(), end = round.end_chunk(); c < end; c++) ask_chunk(round, head, c);
                 }
             }
         }
         tell_rows();
-        ask_round(Round{Item{}, -1});
+        ask_round(Round{Item{}, -1, 0});
     }
 };
 
@@ -553,6 +606,9 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #endif
 #if GROUPED
                        int group_size,
+#endif
+#if WINDOW
+                       int window_left, int window_right,
 #endif
                        int heads, int head_dim, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -583,14 +639,15 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         leave_registers<LOAD_REGISTERS>();
         const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                           .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
-                          .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};
+                          .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads, .window = WINDOW_OF_CALL};
         const Inputs in{.query = query_map, .key = key_map, .value = value_map, .dout = dout_map, .out = out_map,
                         .lse = lse, .dlse = dlse, .delta = delta, .row_batch = number_of(row_batch), .row_head = number_of(row_head)};
         Loads loads(shared, in, group);
         loads.run(batch);
     } else if (warpgroup == 2) {
         leave_registers<QUERY_REGISTERS>();
-        Queries queries(shared, parked + blockIdx.x * number_of(parked_block), group);
+        Queries queries(shared, parked + blockIdx.x * number_of(parked_block), group, WINDOW_OF_CALL,
+                        int(number_of(parked_block)) / (group.members() * CHUNK_ROWS * HEAD_DIM));
         queries.run(gradients);
     } else {
         take_registers<KEY_REGISTERS>();
@@ -598,7 +655,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #if DROPOUT
         dropout = Dropout::of(*seed, threshold, inverse, heads * group.members(), int(number_of(max_k)));  // heads are those of keys
 #endif
-        Keys keys(shared, warpgroup, scale * LOG2E, group, MASK_BITS, dropout);
+        Keys keys(shared, warpgroup, scale * LOG2E, group, MASK_BITS, dropout, WINDOW_OF_CALL);
         keys.run(gradients);
     }
 }

@@ -6,7 +6,8 @@
 //
 // Compiled with HEAD_DIM (32, 64 or 128: D rounded up, the rest is zeros), BF16, PACKED (1: sequences lie one behind another in [T, H, D]; 0: dense
 // rows [B, H, T, D]), CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence), GROUPED (1: query heads, one behind
-// another, share a key head; how many is a parameter), MASK (1: a mask of pairs is given as bits) and DROPOUT (1: weights are dropped).
+// another, share a key head; how many is a parameter), MASK (1: a mask of pairs is given as bits), DROPOUT (1: weights are dropped) and WINDOW (1: a
+// query sees no key further than `left` before its own and `right` behind it; CAUSAL is 1 or 2 then, and says which key is its own).
 #pragma once
 #include "accumulator.cuh"
 #include "dropout.cuh"
@@ -95,18 +96,34 @@ __device__ __forceinline__ int between(int low, int x, int high) {
     return min(max(x, low), high);
 }
 
+// A sliding window. As with Group, a kernel without one has no such parameters.
+#if WINDOW
+struct Window {
+    int left, right;
+};
+#define WINDOW_OF_CALL Window{window_left, window_right}
+static_assert(CAUSAL == 1 || CAUSAL == 2, "a window is aligned with the first keys or with the last ones");
+#else
+struct Window {
+    static constexpr int left = 0, right = 0;
+};
+#define WINDOW_OF_CALL Window{}
+#endif
+
 // The rows of one sequence and head. k_len: keys that exist; k_rows: rows that the gradients of keys have, more where a dense row is padded.
 struct Item {
     int head, batch, q_first, q_len, k_first, k_len, k_rows, sequence;
+    Window window;
 
     // The number that others get in place of the batch row: the draw of dropout counts sequences, and packed ones are all of batch row 0.
     __device__ __forceinline__ int told_row() const { return DROPOUT ? sequence : batch; }
     static __device__ __forceinline__ int batch_of(int told_row) { return DROPOUT && PACKED ? 0 : told_row; }
 
-    // keys that query 0 sees beyond its own
-    __device__ __forceinline__ int reach() const { return CAUSAL == 2 ? k_len - q_len : 0; }
+    // the last key that query 0 sees, and the first one in its window
+    __device__ __forceinline__ int reach() const { return (CAUSAL == 2 ? k_len - q_len : 0) + window.right; }
+    __device__ __forceinline__ int back() const { return (CAUSAL == 2 ? k_len - q_len : 0) - window.left; }
     __device__ __forceinline__ bool sees(int query, int key) const {
-        return query < q_len && key < k_len && (!CAUSAL || key <= query + reach());
+        return query < q_len && key < k_len && (!CAUSAL || key <= query + reach()) && (!WINDOW || key >= query + back());
     }
 };
 
@@ -114,6 +131,7 @@ struct Item {
 struct Batch {
     const int *cu_q, *cu_k, *members, *count;
     int sequences, total_q, total_k, max_q, max_k, heads;
+    Window window;
 
     __device__ __forceinline__ int items() const { return (PACKED ? *count : sequences) * heads; }  // the launch fits 31 bits
 
@@ -128,7 +146,7 @@ struct Batch {
         int sequence = unsigned(index) / unsigned(heads);
         it.head = index - sequence * heads;
         if (PACKED) sequence = members[sequence];
-        it.sequence = sequence;
+        it.sequence = sequence, it.window = window;
         if (PACKED) {
             it.batch = 0;
             rows_of(cu_q, sequence, total_q, max_q, it.q_first, it.q_len);

@@ -60,17 +60,18 @@ struct QueryBlock {
     Item item;
     int first;
 
-    // keys that some query sees
+    // keys that some query sees: before `end`, and from chunk `first_chunk` on
     __device__ __forceinline__ int end() const { return CAUSAL ? between(0, first + BLOCK_ROWS + item.reach(), item.k_len) : item.k_len; }
     __device__ __forceinline__ int chunks() const { return (end() + CHUNK_KEYS - 1) / CHUNK_KEYS; }
+    __device__ __forceinline__ int first_chunk() const { return WINDOW ? between(0, first + item.back(), item.k_len) / CHUNK_KEYS : 0; }
 
     __device__ __forceinline__ void tell_to(u32 place) const {
         const int all[8] = {item.head, item.told_row(), item.q_first, item.q_len, item.k_first, item.k_len, first, 0};
         tell(place, all);
     }
-    static __device__ __forceinline__ QueryBlock from(u32 place) {
+    static __device__ __forceinline__ QueryBlock from(u32 place, const Window& window) {
         const int head = told(place, 0), row = told(place, 1);
-        return QueryBlock{Item{head, Item::batch_of(row), told(place, 2), told(place, 3), told(place, 4), told(place, 5), 0, row}, told(place, 6)};
+        return QueryBlock{Item{head, Item::batch_of(row), told(place, 2), told(place, 3), told(place, 4), told(place, 5), 0, row, window}, told(place, 6)};
     }
 };
 
@@ -316,7 +317,7 @@ struct Loads {
             if (first >= work.item.q_len) continue;
             tell_and_ask(work);
 #pragma unroll 1
-            for (int c = 0; c < work.chunks(); c++) ask_keys(work.item, c * CHUNK_KEYS);
+            for (int c = work.first_chunk(); c < work.chunks(); c++) ask_keys(work.item, c * CHUNK_KEYS);
         }
         tell_and_ask(QueryBlock{Item{}, -1});
     }
@@ -343,13 +344,13 @@ struct Computing {
     // a chunk of keys that this warpgroup no longer reads
     __device__ __forceinline__ void release(int at) { warp_arrives(rows.shared.barrier(READ + stage_of(at)), arriving); }
 
-    // Chunk c of an item, of which this warpgroup sees `mine` keys and each of its queries `whole`: its scores become weights. Returns how many keys
-    // it has.
+    // Chunk c of an item, of which this warpgroup sees keys before `mine`, and each of its queries those before `whole`, if not those before its
+    // window: its scores become weights. Returns how many keys it has.
     template <bool FIRST>
     __device__ __forceinline__ int next(const Item& item, int first, int mine, int whole, int c) {
         const int begin = c * CHUNK_KEYS;
         int keys = CHUNK_KEYS;
-        if (c < whole / CHUNK_KEYS) {
+        if (c < whole / CHUNK_KEYS && (!WINDOW || begin >= first + 63 + item.back())) {
             rows.chunk<CHUNK_KEYS, false, FIRST>(chunk, item, first, begin);
         } else {
             rows.clear_behind(chunk, item.k_len - begin, batch);
@@ -363,14 +364,27 @@ struct Computing {
         return keys;
     }
 
+    // the chunks before `end` that the other warpgroup alone needs
+    __device__ __forceinline__ void pass(const QueryBlock& work, int& c, int end) {
+#pragma unroll 1
+        for (; c < end; c++, chunk++) {
+            barrier_wait(rows.shared.barrier(KEY + stage_of(chunk)), parity_of(chunk));
+            barrier_wait(rows.shared.barrier(VALUE + stage_of(chunk)), parity_of(chunk));
+            rows.clear_behind(chunk, work.item.k_len - c * CHUNK_KEYS, batch);
+            release(chunk);
+        }
+    }
+
     __device__ __forceinline__ void compute(const QueryBlock& work) {
         const Item& item = work.item;
         const int first = work.first + 64 * rows.warpgroup, chunks = work.chunks();
         // keys that some query, and that every query, of this warpgroup sees
         const int mine = first >= item.q_len ? 0 : CAUSAL ? between(0, first + 64 + item.reach(), item.k_len) : item.k_len;
         const int whole = CAUSAL ? between(0, first + 1 + item.reach(), mine) : mine;
-        int c = 0;
-        if (mine > 0) {
+        int c = work.first_chunk();
+        const int own = WINDOW ? max(c, between(0, first + item.back(), item.k_len) / CHUNK_KEYS) : 0;  // the first chunk of this warpgroup
+        if (own * CHUNK_KEYS < mine) {
+            if (WINDOW) pass(work, c, own);
             int last = next<true>(item, first, mine, whole, c++);  // keys of the last chunk
             finish();
 #pragma unroll 1
@@ -381,13 +395,7 @@ struct Computing {
             products_wait<0>();
             release(chunk - 1);
         }
-#pragma unroll 1
-        for (; c < chunks; c++, chunk++) {  // those that the other warpgroup alone needs
-            barrier_wait(rows.shared.barrier(KEY + stage_of(chunk)), parity_of(chunk));
-            barrier_wait(rows.shared.barrier(VALUE + stage_of(chunk)), parity_of(chunk));
-            rows.clear_behind(chunk, item.k_len - c * CHUNK_KEYS, batch);
-            release(chunk);
-        }
+        pass(work, c, chunks);
         finish();
         output.write(rows, item, first);
     }
@@ -398,7 +406,7 @@ struct Computing {
         while (true) {
             const int slot = slot_of(works);
             barrier_wait(shared.barrier(QUERY + slot), slot_parity(works));
-            const QueryBlock work = QueryBlock::from(shared.work(slot));
+            const QueryBlock work = QueryBlock::from(shared.work(slot), batch.window);
             if (work.first < 0) break;
             rows.begin(slot);
             compute(work);
@@ -429,11 +437,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if GROUPED
                       int group_size,
 #endif
+#if WINDOW
+                      int window_left, int window_right,
+#endif
                       int heads, int head_dim, float exponent) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                       .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
-                      .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};
+                      .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads, .window = WINDOW_OF_CALL};
     if (threadIdx.x < TEAMS) LongForwardShared(shared_address(memory), threadIdx.x).init_barriers();
     __syncthreads();
     const int warpgroup = warpgroup_of();
