@@ -476,6 +476,7 @@ struct Loads {
     // K and V of a round, and what it is
     __device__ __forceinline__ void ask_round(const Round& round) {
         if (number >= 2) barrier_wait(shared.barrier(KEYS_READ + number % 2), (number / 2 - 1) & 1);
+        if (WINDOW) sync_threads(OF_LOADS, 128);  // a round without chunks could end before a slow warp has seen this phase, which then never comes
         if (thread == 0) {
             const u32 barrier = shared.barrier(KEYS + number % 2);
             write_round(shared.round(number), round);
