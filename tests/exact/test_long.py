@@ -214,11 +214,13 @@ def test_features_give_the_same_bits_every_time(dim, feature):
 
 # --- without a GPU
 
+FEATURES = ("grouped", "mask", "dropout", "window")
+
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize(("packed", "causal", "bf16"), [(0, 0, 1), (1, 2, 0)], ids=["dense", "packed"])
 @pytest.mark.parametrize(
-    "features", [f for n in range(4) for f in itertools.combinations(("grouped", "mask", "dropout"), n)], ids="-".join
+    "features", [f for n in range(5) for f in itertools.combinations(FEATURES, n) if not {"mask", "window"} <= {*f}], ids="-".join
 )
 @pytest.mark.parametrize("key", sm90.CONFIGS, ids=str)
 def test_binary(key, features, packed, causal, bf16):
@@ -226,13 +228,15 @@ def test_binary(key, features, packed, causal, bf16):
         pytest.skip("packed sequences take no mask")
     direction, dim = key
     chosen = sm90.CONFIGS[key]
-    flags = [x in features for x in ("grouped", "mask", "dropout")]
-    macros = sm90.defines(direction, dim, bool(bf16), bool(packed), causal, chosen, *flags)
+    flags = [x in features for x in FEATURES]
+    aligned = (causal or 1) if "window" in features else causal
+    macros = sm90.defines(direction, dim, bool(bf16), bool(packed), aligned, chosen, *flags, 4)
     made = build(sm90.source(direction), sm90.ARCHITECTURE, Options.of(macros))
     # ptxas says so where it waits for every product, or where it ignores the registers that are asked for
     assert "Potential Performance Loss" not in made.log, made.log
     (usage,) = resource_usage(made.cubin).values()
-    assert usage.stack <= (144 if dim == 128 else 40), usage
+    windows = "window" in features
+    assert usage.stack <= (144 + 16 * windows if dim == 128 else 40 + 40 * windows), usage
     threads, shared = sm90.threads(direction, chosen), sm90.shared_bytes(direction, dim, chosen)
     assert usage.registers * threads <= 65536
     assert shared <= SHARED_LIMIT[90]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from saccade.engine.philox import dropout_keep
 from saccade.engine.window import ends_of, in_window
 from saccade.exact.args import AttentionArgs
+from saccade.exact.long import config, sm90
 from saccade.exact.long import launchers as long
-from saccade.exact.long import sm90
 from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, FULL, FULL_BOTTOM_RIGHT, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.launch import delta
 from saccade.launch.cache import LaunchCache
@@ -329,8 +329,9 @@ def test_windows_beside_lengths_and_grouped_heads():
     dense(4, 300, 640, 64, torch.float16, lengths=[640, 0, 129, 65], dlse=True, kv_heads=2, window=(40, 70))
 
 
-def test_windows_that_end_behind_a_segment():
-    """A chunk of queries whose window reaches over a whole segment into the next one."""
+def test_windows_that_reach_over_a_segment(monkeypatch):
+    """The window of a chunk of queries begins in one segment and ends in the next but one."""
+    monkeypatch.setattr(config, "SEGMENTS", ((None, 4),))
     dense(1, 1500, 1500, 32, window=(100, 700), kv_heads=1)
 
 

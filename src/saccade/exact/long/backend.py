@@ -11,7 +11,6 @@ from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, square, table, taken
-from saccade.engine.window import why_no_window
 from saccade.exact import measured
 from saccade.exact.long import config
 from saccade.exact.problem import SHORT_TOKENS
@@ -35,7 +34,7 @@ def _why_not(problem: Problem) -> list[str]:
     if problem.device_type != "cuda" or problem.arch != 90:
         device = f"sm_{problem.arch}" if problem.device_type == "cuda" else problem.device_type
         return [f"needs an sm_90 GPU (its wgmma and copy engine), got {device}"]
-    reasons = why_no_window(problem.window)
+    reasons = []
     if problem.dtype not in _DTYPES:
         reasons.append(f"needs bfloat16 or float16, got {problem.dtype}")
     if problem.rank != 4:
@@ -43,14 +42,15 @@ def _why_not(problem: Problem) -> list[str]:
     if problem.mask == "bias":
         reasons.append(f"takes boolean masks and no bias, got a bias of shape {list(problem.mask_shape or ())}")
     sharing = problem.q_len * (problem.heads // max(1, problem.kv_heads))
-    if problem.heads != problem.kv_heads and sharing > config.MAX_SHARING:
+    if problem.heads != problem.kv_heads and sharing > config.MAX_SHARING and problem.window is None:
         reasons.append(f"needs at most {config.MAX_SHARING:,} queries that share a key head (Tq * H / Hkv), got {sharing:,}")
     if problem.head_dim % 8 or not 8 <= problem.head_dim <= config.MAX_HEAD_DIM:
         reasons.append(f"needs a head dim that is a multiple of 8, from 8 to {config.MAX_HEAD_DIM}, got {problem.head_dim}")
     if problem.value_dim != problem.head_dim:
         reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
-    if max(problem.q_len, problem.kv_len) > config.MAX_TOKENS:
-        reasons.append(f"needs Tq and Tk of at most {config.MAX_TOKENS}, got {problem.q_len} and {problem.kv_len}")
+    most = config.most_tokens(problem.window is not None)
+    if max(problem.q_len, problem.kv_len) > most:
+        reasons.append(f"needs Tq and Tk of at most {most}, got {problem.q_len} and {problem.kv_len}")
     if not is_normal_scale(problem.scale):
         reasons.append(f"needs a positive scale that is normal in float32, got {problem.scale}")
     if reasons:
@@ -71,6 +71,8 @@ _NOTES = Source("docs/notes/long.md")  # what was measured in CUDA graphs, and b
 def _rule(problem: Problem) -> Rule:
     """Follows benchmarks/results/h100/short_long.csv and short_sizes.csv."""
     shortest, longest = sorted((problem.q_len, problem.kv_len))
+    if problem.window is not None:
+        return Rule("windows were not timed on these kernels", _NOTES)
     if shortest < SHORTEST or longest > LONGEST or shortest <= SHORT_TOKENS < longest:
         range_of = f"{SHORTEST} to {SHORT_TOKENS}, or {SHORT_TOKENS + 1} to {LONGEST}, queries and keys"
         ends = table("short_long", square(160, 64, 13_104), square(LONGEST, 64, 3632))
@@ -205,7 +207,7 @@ def _describe(problem: Problem) -> str:
 LONG = Backend(
     name="long",
     operation="attention",
-    summary="65 tokens and more, plain, causal or under boolean masks, grouped heads, dropout; backward in five products; CUDA C++, sm_90",
+    summary="65 tokens and more, plain, causal, in windows or under boolean masks, grouped heads, dropout; backward in five products; CUDA C++, sm_90",
     why_not=_why_not,
     prefers=_prefers,
     launchers=_load,

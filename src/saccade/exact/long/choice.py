@@ -8,7 +8,7 @@ import torch
 
 from saccade.engine.problem import Problem
 from saccade.engine.window import NO_LIMIT
-from saccade.exact.long.config import CONFIGS, MAX_HEAD_DIM, MAX_SHARING, MAX_TOKENS, MAX_TOKENS_IN_WINDOWS, rounded
+from saccade.exact.long.config import CONFIGS, MAX_HEAD_DIM, MAX_SHARING, most_tokens, rounded
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.hardware import arch_of
 from saccade.nvrtc import obstacles
@@ -72,10 +72,10 @@ def takes(kind: Kind) -> bool:
     """Whether the kernels of sm_90 for long sequences take a call, if the copy engine can address its tensors."""
     if kind.arch != 90 or kind.dtype.itemsize != 2 or kind.bias or not kind.scale > 0:
         return False
-    if (kind.group > 1 and kind.group * kind.max_q > MAX_SHARING) or (kind.mask and not kind.dense):
+    parks_all = kind.group > 1 and not kind.window  # dQ of all queries that share a key head
+    if (parks_all and kind.group * kind.max_q > MAX_SHARING) or (kind.mask and not kind.dense):
         return False
-    most = MAX_TOKENS_IN_WINDOWS if kind.window else MAX_TOKENS
-    if kind.head_dim > MAX_HEAD_DIM or kind.head_dim % 8 or max(kind.max_q, kind.max_k) > most:
+    if kind.head_dim > MAX_HEAD_DIM or kind.head_dim % 8 or max(kind.max_q, kind.max_k) > most_tokens(kind.window):
         return False
     return not obstacles("90a")
 

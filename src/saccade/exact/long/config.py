@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 # Backward parks dQ between rounds of keys, for each block all queries of a sequence: 69 MB at this length and D = 64
 MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
-# With a window a block takes the keys of a segment, SEGMENT rounds of 128, and parks dQ of as many queries as the window reaches; the sources count
-# 128 segments
-SEGMENT = 4
-MAX_TOKENS_IN_WINDOWS = 128 * 128 * SEGMENT
+# With a window a block of backward takes a segment of keys, so many rounds of 128, by the most keys of the window before and behind a query. It goes on
+# behind the segment as far as a window reaches: 1/8 more work at 128 keys, and at 512 half as much in four rounds but 1/8 in 16.
+SEGMENTS = ((256, 4), (None, 16))
+MAX_TOKENS_IN_WINDOWS = 128 * 128 * 4  # the sources count 128 segments
 # Features with which the kernels were timed (docs/notes/long.md): one at a time, up to this D and from another on,
 # and for dense rows up to so many tokens. `auto` takes no backend `long` for other calls, and the ragged family computes them by Triton. Read at each call.
 TIMED_HEAD_DIM = 64
@@ -18,6 +18,16 @@ TIMED_TOKENS = {"grouped heads": 256, "masks": 128, "dropout": 512}
 TIMED_FORWARD = 256  # of a call without a gradient; 0.99 of torch's speed at 512 under dropout
 # The most queries that share a key head there: backward parks dQ of all of them between rounds of keys, for each block; 277 MB of D = 64
 MAX_SHARING = 8192
+
+
+def segment_rounds(reach: int) -> int:
+    """Rounds of a segment. reach: keys of a window before and behind a query."""
+    return next(rounds for most, rounds in SEGMENTS if most is None or reach <= most)
+
+
+def most_tokens(window: bool) -> int:
+    """The longest sequence of queries or keys, with or without a window."""
+    return MAX_TOKENS_IN_WINDOWS if window else MAX_TOKENS
 
 
 def timed(feature: str, head_dim: int) -> bool:

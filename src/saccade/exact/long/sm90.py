@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saccade.engine.window import NO_LIMIT
 from saccade.exact.long import choice
-from saccade.exact.long.config import CONFIGS, SEGMENT, Sm90Config, rounded
+from saccade.exact.long.config import CONFIGS, Sm90Config, rounded, segment_rounds
 from saccade.exact.long.mask_bits import pack, strides_of
 from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.hardware import multiprocessors
@@ -62,9 +62,9 @@ def owns_delta(head_dim: int) -> bool:
 
 def defines(
     direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config,
-    grouped: bool = False, mask: bool = False, dropout: bool = False, window: bool = False,
+    grouped: bool = False, mask: bool = False, dropout: bool = False, window: bool = False, segment: int = 0,
 ) -> dict[str, int]:  # fmt: skip
-    """The macros that a kernel is compiled with."""
+    """The macros that a kernel is compiled with. segment: rounds of one, of backward with a window."""
     found = {
         "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "GROUPED": grouped, "MASK": mask, "DROPOUT": dropout,
         "WINDOW": window, "STAGES": config.stages, "SHARED_BYTES": shared_bytes(direction, head_dim, config),
@@ -73,7 +73,7 @@ def defines(
         registers = dict(zip(("COMPUTE_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
         return found | registers | {"TEAMS": config.teams, "QUERY_SLOTS": QUERY_SLOTS}
     registers = dict(zip(("KEY_REGISTERS", "QUERY_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
-    return found | registers | {"OWN_DELTA": owns_delta(head_dim), "SEGMENT": SEGMENT}
+    return found | registers | {"OWN_DELTA": owns_delta(head_dim), "SEGMENT": max(1, segment)}
 
 
 def takes(args: VarlenArgs, *others: Tensor) -> bool:
@@ -175,7 +175,9 @@ def _launch(
 def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any], config: Sm90Config) -> CudaLaunch:
     query, features = args.query, choice.kind_of(args).features
     causal = _alignment(args) if features[-1] else args.causal
-    macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, causal, config, *features)
+    macros = defines(
+        direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, causal, config, *features, _segment(args)
+    )
     shared = shared_bytes(direction, query.shape[-1], config)
     return CudaLaunch(
         source(direction), f"long_{direction}_sm90", Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
@@ -191,6 +193,11 @@ def _window(args: VarlenArgs) -> tuple[int, int] | None:
     tokens = args.max_q + args.max_k
     left, right = (tokens if end == NO_LIMIT else min(end, tokens) for end in ends)
     return left, 0 if args.causal in HIDE_LATER else right
+
+
+def _segment(args: VarlenArgs) -> int:
+    window = _window(args)
+    return 0 if window is None else segment_rounds(sum(window))
 
 
 def _alignment(args: VarlenArgs) -> int:
@@ -246,7 +253,7 @@ def plan_backward(
     free = _free(args)
     most = multiprocessors(args.query.device)
     window = _window(args)
-    blocks = free[0] * (args.query.shape[1] // group) * (1 if window is None else -(-args.max_k // (SEGMENT * ROUND_ROWS)))
+    blocks = free[0] * (args.query.shape[1] // group) * (1 if window is None else -(-args.max_k // (_segment(args) * ROUND_ROWS)))
     grid = most if longest else max(1, min(blocks, most))
     launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
     max_q, max_k = longest or args.max_q, longest or args.max_k
