@@ -12,6 +12,7 @@ from saccade.engine.window import ends_of, in_window
 from saccade.exact.args import AttentionArgs
 from saccade.exact.long import config, sm90
 from saccade.exact.long import launchers as long
+from saccade.exact.ragged import launchers as ragged
 from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, FULL, FULL_BOTTOM_RIGHT, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.launch import delta
 from saccade.launch.cache import LaunchCache
@@ -348,6 +349,30 @@ def test_dropout_in_windows(dim):
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_packed_windows(window, causal):
     packed(64, causal, [(5, 5), (70, 150), (9, 9), (150, 70), (0, 40), (130, 0), (600, 590)], heads=4, window=window, longer=59)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_packed_windows_by_the_ragged_family(dim, monkeypatch):
+    """Every sequence in one launch, and zeros behind the last one; token tiles where windows of so many keys are not timed."""
+    taken = []
+    monkeypatch.setattr(config, "TIMED_REACH", 100)
+    monkeypatch.setattr(sm90, "takes", lambda args, *others: taken.append(len(others)) is None)
+    lengths = [70, 0, 530, 3]
+    ends = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+    query, key, value, dout = (torch.randn(int(ends[-1]) + 2, h, dim).half() for h in (4, 2, 2, 4))
+    args = VarlenArgs(query, key, value, ends, ends, None, None, 530, 530, 0.0, FULL, dim**-0.5, 60, 40)
+    out, lse = ragged.forward(args)
+    gradients = ragged.backward(args, dout, None, out, lse, bias_grad=False)[:3]
+    assert taken == [1, 5]
+    for s, tokens in enumerate(lengths):
+        rows = slice(int(ends[s]), int(ends[s + 1]))
+        seen = in_window(torch.arange(tokens)[:, None], torch.arange(tokens), 60, 40)
+        found = (out[rows].transpose(0, 1), lse[:, rows], *(x[rows].transpose(0, 1) for x in gradients))
+        if tokens:
+            compare(found, reference(*(x[rows].transpose(0, 1) for x in (query, key, value, dout)), seen.expand(4, -1, -1), None))
+    assert not any(x[-2:].any() for x in (out, *gradients))
+    ragged.forward(args._replace(window_left=61))
+    assert taken == [1, 5]
 
 
 def packed(dim, causal, lengths, heads=2, dropout_p=0.0, longer=0, window=None):

@@ -72,7 +72,7 @@ def _rule(problem: Problem) -> Rule:
     """Follows benchmarks/results/h100/short_long.csv and short_sizes.csv."""
     shortest, longest = sorted((problem.q_len, problem.kv_len))
     if problem.window is not None:
-        return Rule("windows were not timed on these kernels", _NOTES)
+        return Rule("windows are not timed on these kernels yet", _NOTES)
     if shortest < SHORTEST or longest > LONGEST or shortest <= SHORT_TOKENS < longest:
         range_of = f"{SHORTEST} to {SHORT_TOKENS}, or {SHORT_TOKENS + 1} to {LONGEST}, queries and keys"
         ends = table("short_long", square(160, 64, 13_104), square(LONGEST, 64, 3632))

@@ -9,7 +9,7 @@ import torch
 from saccade.engine.problem import Problem
 from saccade.engine.window import NO_LIMIT
 from saccade.exact.long.config import CONFIGS, MAX_HEAD_DIM, MAX_SHARING, most_tokens, rounded
-from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
+from saccade.exact.varlen.args import FULL, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.hardware import arch_of
 from saccade.nvrtc import obstacles
 
@@ -66,6 +66,14 @@ def kind_of_dense(problem: Problem) -> Kind:
         problem.arch, problem.dtype, True, problem.head_dim, problem.heads // max(1, problem.kv_heads), problem.q_len, problem.kv_len,
         causal, problem.mask == "bool", problem.dropout_p > 0, problem.mask == "bias", problem.scale, problem.window is not None,
     )  # fmt: skip
+
+
+def window_of(ends: tuple[int, int], causal: int, tokens: int) -> tuple[int, int] | None:
+    """(left, right) of a window, at most all tokens; None without one. ends: as `engine.window.ends_of` has them."""
+    if ends == (NO_LIMIT, NO_LIMIT):
+        return None
+    left, right = (tokens if end == NO_LIMIT else min(end, tokens) for end in ends)
+    return left, 0 if causal in HIDE_LATER else right
 
 
 def takes(kind: Kind) -> bool:

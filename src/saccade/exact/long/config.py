@@ -15,6 +15,7 @@ MAX_TOKENS_IN_WINDOWS = 128 * 128 * 4  # the sources count 128 segments
 TIMED_HEAD_DIM = 64
 TIMED_FROM = {"grouped heads": 33, "masks": 33, "dropout": 1}
 TIMED_TOKENS = {"grouped heads": 256, "masks": 128, "dropout": 512}
+TIMED_REACH = 0  # keys of a window before and behind a query; none is timed yet
 TIMED_FORWARD = 256  # of a call without a gradient; 0.99 of torch's speed at 512 under dropout
 # The most queries that share a key head there: backward parks dQ of all of them between rounds of keys, for each block; 277 MB of D = 64
 MAX_SHARING = 8192

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.engine.window import NO_LIMIT
 from saccade.exact.long import choice
 from saccade.exact.long.config import CONFIGS, Sm90Config, rounded, segment_rounds
 from saccade.exact.long.mask_bits import pack, strides_of
-from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, HIDE_LATER, UPPER_LEFT, VarlenArgs
+from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, UPPER_LEFT, VarlenArgs
 from saccade.hardware import multiprocessors
 from saccade.launch.cache import LaunchCache
 from saccade.launch.constants import LOG2E
@@ -158,7 +157,7 @@ def _launch(
     if group > 1:
         numbers["group_size"] = group
     dropped = None if args.seed is None else args.dropout_p
-    window = _window(args)
+    window = window_of(args)
     if window is not None:
         numbers |= dict(zip(("window_left", "window_right"), window, strict=True))
     size = (heads, head_dim, group, args.mask is None, query.dim(), query.dtype, query.device)
@@ -185,18 +184,13 @@ def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any]
     )  # fmt: skip
 
 
-def _window(args: VarlenArgs) -> tuple[int, int] | None:
+def window_of(args: VarlenArgs) -> tuple[int, int] | None:
     """(left, right) of a window, at most all tokens."""
-    ends = args.window_left, args.window_right
-    if ends == (NO_LIMIT, NO_LIMIT):
-        return None
-    tokens = args.max_q + args.max_k
-    left, right = (tokens if end == NO_LIMIT else min(end, tokens) for end in ends)
-    return left, 0 if args.causal in HIDE_LATER else right
+    return choice.window_of((args.window_left, args.window_right), args.causal, args.max_q + args.max_k)
 
 
 def _segment(args: VarlenArgs) -> int:
-    window = _window(args)
+    window = window_of(args)
     return 0 if window is None else segment_rounds(sum(window))
 
 
@@ -252,7 +246,7 @@ def plan_backward(
     config = config or CONFIGS["backward", head_dim]
     free = _free(args)
     most = multiprocessors(args.query.device)
-    window = _window(args)
+    window = window_of(args)
     blocks = free[0] * (args.query.shape[1] // group) * (1 if window is None else -(-args.max_k // (_segment(args) * ROUND_ROWS)))
     grid = most if longest else max(1, min(blocks, most))
     launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)

@@ -9,7 +9,7 @@ import torch
 
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.rule import Rule, square, table, taken
-from saccade.engine.window import shown_window
+from saccade.engine.window import ends_of, shown_window
 from saccade.exact.ragged.config import (
     FASTER_IN_CHUNKS,
     MAX_HEAD_DIM,
@@ -61,7 +61,7 @@ _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 def _describe(problem: VarlenProblem) -> str:
     """The shapes of token tiles, if they take such a call, and of a batch of more than one launch."""
     if problem.window is not None:
-        return _describe_tokens(problem)
+        return _describe_window(problem)
     block, size, longest = _block(problem.head_dim), problem.dtype.itemsize, max(problem.max_q, problem.max_k)
     buckets = _describe_buckets(problem)
     packed = problem.device_type == "cuda" and problem.same_lengths
@@ -91,6 +91,18 @@ def _describe_buckets(problem: VarlenProblem) -> str:
     if longest > TILES[-1] or not parts:
         parts += [f"{d} beyond: {choice.long_form(_DIRECTIONS[d], kind)}" for d in directions]
     return ", ".join(parts)
+
+
+def _describe_window(problem: VarlenProblem) -> str:
+    from saccade.exact.long import choice, config
+
+    kind = choice.kind_of_packed(problem)
+    window = choice.window_of(ends_of(problem.window), problem.causal, problem.max_q + problem.max_k)
+    if window is None or sum(window) > config.TIMED_REACH or not choice.takes(kind):
+        return _describe_tokens(problem)
+    return ", ".join(
+        [f"{d}: {choice.chunks(d, kind)}" for d in (("forward", "backward") if problem.needs_grad else ("forward",))]
+    )
 
 
 def _describe_tokens(problem: VarlenProblem) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade.engine.layout import empty_like_heads
 from saccade.exact.long import sm90
 from saccade.exact.long.choice import kind_of, named
-from saccade.exact.ragged import choice, launches, sm80, token_launches
+from saccade.exact.ragged import choice, launches, sm80, token_launches, window_chunks
 from saccade.exact.ragged.call import MEASURED, Bucket, Configs, RaggedCall
 from saccade.exact.ragged.launches import Gradients, Weights
 from saccade.exact.varlen.args import VarlenArgs
@@ -35,6 +35,8 @@ def forward(args: VarlenArgs, configs: Configs = MEASURED, out: Tensor | None = 
     lse = torch.empty(shape, dtype=torch.float32, device=query.device)
     if out.numel() == 0 or args.key.numel() == 0 or call.sequences == 0:
         return out.zero_(), lse.fill_(float("-inf"))
+    if window_chunks.forward(call, out, lse):
+        return out, lse
     if token_launches.takes(call):
         token_launches.forward(call, out, lse)
         return out, lse
@@ -95,6 +97,8 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), _in_dtype_of(dbias, bias)
     dout = _dense_last(dout)
     dlse = None if dlse is None else dlse.contiguous()
+    if out is not None and window_chunks.backward(call, dout, dlse, _dense_last(out), lse, (dq, dk, dv)):
+        return dq, dk, dv, None
     if out is not None and token_launches.takes(call):
         token_launches.backward(call, dout, dlse, _dense_last(out), lse, (dq, dk, dv))
         return dq, dk, dv, None

@@ -94,9 +94,8 @@ def of_dense(args: AttentionArgs) -> VarlenArgs:
         bias = _expanded(bias, windows_of(bias, batch) or batch, pairs)
     if mask is not None:
         mask = _expanded(mask, batch, pairs)
-    numbers = (args.dropout_p, causal, args.scale)
-    ends = {"window_left": args.window_left, "window_right": args.window_right}
-    return VarlenArgs(*args[:3], lengths, lengths, bias, args.seed, *pairs[1:], *numbers, **ends, mask=mask)
+    window = args.window_left, args.window_right
+    return VarlenArgs(*args[:3], lengths, lengths, bias, args.seed, *pairs[1:], args.dropout_p, causal, args.scale, *window, mask)
 
 
 def _expanded(tensor: Tensor, rows: int, pairs: tuple[int, int, int]) -> Tensor:
