@@ -76,7 +76,7 @@ def test_bad_arguments(name):
                 pass
             except Exception as error:  # noqa: BLE001  # any other is what this test looks for
                 raw.append(f"{argument}={kind}: {type(error).__name__}: {str(error)[:150]}")
-            if time.perf_counter() - began > 5:
+            if time.perf_counter() - began > 30:  # what hangs takes hours; a busy machine takes seconds
                 raw.append(f"{argument}={kind}: took {time.perf_counter() - began:.1f} s")
     assert not raw, f"{len(raw)} raw errors:\n" + "\n".join(raw)
 

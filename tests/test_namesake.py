@@ -41,9 +41,9 @@ def test_an_environment_with_both_is_told_once(tmp_path, metadata, told):
 
 def test_the_look_costs_the_import_nothing_that_is_felt():
     namesake.warn()
-    began = time.perf_counter()
+    began = time.process_time()  # other processes may take the core meanwhile
     namesake.warn()
-    assert time.perf_counter() - began < 0.05
+    assert time.process_time() - began < 0.05
 
 
 def test_the_command_says_that_it_met_the_other_module(tmp_path):

@@ -239,7 +239,7 @@ def test_a_compiler_that_hangs_is_told_and_ended(folder, monkeypatch, tmp_path, 
     began = time.monotonic()
     with pytest.raises(CompilerUnavailable, match=r"compiler took more than 1 s to compile .*here/cpp, and was ended"):
         library.load(folder)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # the compiler sleeps for 1,000 s
     (said,) = [record.message for record in caplog.records]
     assert "has been compiling" in said
 
