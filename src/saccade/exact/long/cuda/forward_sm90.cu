@@ -381,7 +381,8 @@ struct Computing {
         // keys that some query, and that every query, of this warpgroup sees
         const int mine = first >= item.q_len ? 0 : CAUSAL ? between(0, first + 64 + item.reach(), item.k_len) : item.k_len;
         const int whole = CAUSAL ? between(0, first + 1 + item.reach(), mine) : mine;
-        int c = work.first_chunk();
+        int c = 0;
+        if (WINDOW) c = work.first_chunk();  // so that kernels without a window keep their machine code
         const int own = WINDOW ? max(c, between(0, first + item.back(), item.k_len) / CHUNK_KEYS) : 0;  // the first chunk of this warpgroup
         if (own * CHUNK_KEYS < mine) {
             if (WINDOW) pass(work, c, own);
