@@ -302,14 +302,15 @@ struct Keys {
     // the chunks of a query head
     __device__ __forceinline__ void compute(const Round& round, int head) {
         int c = round.first_chunk();
-        const int end = round.end_chunk(), whole = WINDOW ? min(end, round.item.q_len / CHUNK_ROWS) : round.item.q_len / CHUNK_ROWS;
+        int whole = round.item.q_len / CHUNK_ROWS;
+        if (WINDOW) whole = min(whole, round.end_chunk());
 #pragma unroll 1
         for (; c < whole; c++) {
             const u32 survivors = survivors_of(round, head, c);
             await_chunk();
             chunk<64>(round, head, c, survivors);
         }
-        if (c >= end) return;
+        if (c >= round.end_chunk()) return;
         const int rows = round.item.q_len - c * CHUNK_ROWS;
         const u32 survivors = survivors_of(round, head, c);
         await_chunk();
@@ -322,7 +323,7 @@ struct Keys {
     // the same for a round of which this warpgroup has no key
     __device__ __forceinline__ void pass(const Round& round) {
 #pragma unroll 1
-        for (int c = round.first_chunk(), end = round.end_chunk(); c < end; c++) {
+        for (int c = round.first_chunk(); c < round.end_chunk(); c++) {
             await_chunk();
             clear_behind(round.item.q_len - c * CHUNK_ROWS);
             if (step >= 2) barrier_wait(shared.barrier(SCORES_READ + step % 2), (step / 2 - 1) & 1);
@@ -404,7 +405,7 @@ struct Queries {
             // asked for before dS is there
 #pragma unroll
             for (int i = 0; i < PART / 8; i++) {
-                float4 x = round.continues(c) ? load_kept(mine + 128 * i, kept) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                float4 x = (WINDOW ? round.continues(c) : round.start > 0) ? load_kept(mine + 128 * i, kept) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 dquery[4 * i] = x.x, dquery[4 * i + 1] = x.y, dquery[4 * i + 2] = x.z, dquery[4 * i + 3] = x.w;
             }
             if (block == 0) barrier_wait(shared.barrier(SCORES + step % 2), step / 2 & 1);
@@ -432,7 +433,7 @@ struct Queries {
 #pragma unroll 1
         for (int member = 0; member < group.members(); member++) {
 #pragma unroll 1
-            for (int c = round.first_chunk(), end = round.end_chunk(); c < end; c++, step++) chunk<STEPS>(round, member, c, out);
+            for (int c = round.first_chunk(); c < round.end_chunk(); c++, step++) chunk<STEPS>(round, member, c, out);
         }
     }
 
