@@ -29,7 +29,10 @@ _SHORT, _LONG = "exact/short/*", "exact/long/*"
 _PACKED = ("exact/ragged/*", _LONG)  # packed sequences beyond a tile run on the kernels of `long`
 _NM = ("nm_sparse/fused/*", "nm_sparse/cuda/*", "nm_sparse/masked/*", "nm_sparse/backward_sm90/*", "nm_sparse/staged/*")
 _DMA = ("dynamic_mask/gather/*", "dynamic_mask/selection/*")
-SHAPES = ("choice.py", "config.py", "launch.py", "launchers.py", "launches.py", "token_launches.py")
+SHAPES = (
+    "bias_gradient.py", "call.py", "choice.py", "config.py", "launch.py", "launchers.py", "launches.py", "mask_bits.py", "plans_triton.py", "sm80.py",
+    "sm90.py", "token_launches.py",
+)  # fmt: skip
 _WHOLE = ("exact/cpu.py", "encoders/*", "distributed/*")  # no kernels: every file counts
 # table, by the longest beginning that fits -> the code whose speed or accuracy it measures, below src/saccade
 MEASURED: dict[str, tuple[str, ...]] = {
@@ -60,7 +63,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
 # tables whose problems `tools.launches` reads -> notes of the rows that measure the device alone, or None if all do; other rows measure the host too
 BY_LAUNCHES: dict[str, tuple[str, ...] | None] = {
     "short_full": None, "short_long": None, "short_models": None, "short_pooling": None,
-    "short_sizes": ("kernel",), "short_ragged": ("captured",), "windows": ("captured",),
+    "shared_bias": None, "short_sizes": ("kernel",), "short_ragged": ("captured",), "windows": ("captured",),
 }  # fmt: skip
 # names that changed and nothing with them: the first is compared as the second
 RENAMED = {

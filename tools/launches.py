@@ -172,6 +172,7 @@ def _dense(problem: str) -> tuple[Any, Tensor, dict[str, Any]]:
     else:
         query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
     shapes = {name: [*map(int, shape.split("x"))] for name, shape in re.findall(r"(mask|bias)\[([\dx]+)\]", problem)}
+    shapes |= {"mask": [batch, 1, 1, kv_len]} if " key_mask" in problem else {}
     mask = make(*shapes["mask"], dtype=torch.bool) if "mask" in shapes else None
     bias = make(*shapes["bias"]) if "bias" in shapes else None
     lengths = make(batch, dtype=torch.int32) if " lengths" in problem else None
@@ -194,12 +195,18 @@ def _varlen(problem: str) -> tuple[Any, Tensor, dict[str, Any]]:
 
 
 def problems_of(backend: str, commit: str, results: Path = RESULTS) -> list[str]:
-    """The problems of rows that measured a backend at a commit, and the device alone; those of `auto` may be of any backend."""
+    """The problems of rows that measured a backend at a commit, and the device alone. Those of `auto` may be of any, but of a shared bias are measured
+    by name too."""
     found: dict[str, None] = {}
+    named = (backend,) if backend == "shared_bias" else (backend, "auto")
     for path in (path for table in BY_LAUNCHES for path in sorted(results.glob(f"h?00/{table}.csv"))):
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
-                taken = row["commit"] == commit and row["backend"] in (backend, "auto") and is_by_launches(path.stem, row)
+                taken = (
+                    row["commit"] == commit
+                    and row["backend"] in (named if path.stem != "shared_bias" else named[:1])
+                    and is_by_launches(path.stem, row)
+                )
                 if taken and (backend == "ragged" or not _is_packed(row["problem"])):
                     found[row["problem"]] = None
     return list(found)

@@ -140,6 +140,7 @@ _LAUNCHED_BY = {
     "src/saccade/exact/short/": ("short",),
     "src/saccade/exact/long/": ("long", "ragged"),
     "src/saccade/exact/ragged/": ("ragged",),
+    "src/saccade/exact/shared_bias/": ("shared_bias",),
 }
 
 
