@@ -2,8 +2,9 @@
 
 A row names the commit at which it was measured. Kernels, and the code that shapes their launches, are compared as code: comments, docstrings, blank
 lines, imports, names that changed (`RENAMED`) and parameter lists of CUDA kernels in Python do not count: the kernel's source has its list. A file that was only moved has not changed, nor has one whose definitions
-came from other files of its wing. Nor has one whose machine code is the same: `python -m tools.same_code` compares it and writes `same_code.csv`. The
-host's part of a call is not compared, except for whole encoders.
+came from other files of its wing. Nor has one whose machine code is the same: `python -m tools.same_code` compares it and writes `same_code.csv`. For rows
+that measure the device alone (`BY_LAUNCHES`), it also compares what the launchers launch for the problems of these rows. The host's part of a call is not
+compared, except for whole encoders.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import csv
 import hashlib
 import re
 import subprocess
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
@@ -21,12 +23,16 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-SAME_CODE = HERE / "same_code.csv"  # file, code before and code now (`code_of`), of which the machine code is the same
+# file, code before and code now (`code_of`), of which the machine code is the same; or, with a commit, the launches for what was measured there
+SAME_CODE = HERE / "same_code.csv"
 _SHORT, _LONG = "exact/short/*", "exact/long/*"
 _PACKED = ("exact/ragged/*", _LONG)  # packed sequences beyond a tile run on the kernels of `long`
 _NM = ("nm_sparse/fused/*", "nm_sparse/cuda/*", "nm_sparse/masked/*", "nm_sparse/backward_sm90/*", "nm_sparse/staged/*")
 _DMA = ("dynamic_mask/gather/*", "dynamic_mask/selection/*")
-_SHAPES = ("choice.py", "config.py", "launch.py", "launchers.py", "launches.py", "token_launches.py")
+SHAPES = (
+    "bias_gradient.py", "call.py", "choice.py", "config.py", "launch.py", "launchers.py", "launches.py", "mask_bits.py", "plans_triton.py", "sm80.py",
+    "sm90.py", "token_launches.py",
+)  # fmt: skip
 _WHOLE = ("exact/cpu.py", "encoders/*", "distributed/*")  # no kernels: every file counts
 # table, by the longest beginning that fits -> the code whose speed or accuracy it measures, below src/saccade
 MEASURED: dict[str, tuple[str, ...]] = {
@@ -54,6 +60,11 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "nm_figure12": (),  # errors of the method
     "volta": ("exact/volta/*",),
 }
+# tables whose problems `tools.launches` reads -> notes of the rows that measure the device alone, or None if all do; other rows measure the host too
+BY_LAUNCHES: dict[str, tuple[str, ...] | None] = {
+    "short_full": None, "short_long": None, "short_models": None, "short_pooling": None,
+    "shared_bias": None, "short_sizes": ("kernel",), "short_ragged": ("captured",), "windows": ("captured",),
+}  # fmt: skip
 # names that changed and nothing with them: the first is compared as the second
 RENAMED = {
     "choice.kind_of": "kind_of", "choice.named": "named", "_varlen": "of_dense", "set_aside": "disable", "in_base_2": "to_log2",
@@ -71,12 +82,13 @@ _LISTS, _TAKE_LISTS = re.compile(r"(?:\w+_)?PARAMETERS|parameters"), ("Call", "l
 
 @dataclass(frozen=True)
 class Verdict:
-    """A CSV of results. commits: where its rows were measured, oldest first as git knows them. changed: files that differ since."""
+    """A CSV of results. commits: where its rows were measured, in their order. changed: files that differ since. stale: rows that are older than them."""
 
     path: Path
     rows: int
     commits: tuple[str, ...]
     changed: tuple[str, ...] = ()
+    stale: int = 0
     unknown: str = ""  # why nothing can be said
 
     @property
@@ -108,8 +120,16 @@ def verdict(path: Path) -> Verdict:
     if missing:
         return Verdict(path, len(rows), commits, unknown=f"this checkout has no commit {missing[0]}")
     now = {name: blob for name, blob in _tree("HEAD").items() if is_measured(name, patterns_of(path.stem), blob)}
-    changed = sorted({name for commit in commits for name, blob in now.items() if not _is_in(commit, name, blob)})
-    return Verdict(path, len(rows), commits, tuple(changed))
+    kinds = Counter((row["commit"], is_by_launches(path.stem, row)) for row in rows)
+    changed = {kind: {name for name, blob in now.items() if not _is_in(name, blob, *kind)} for kind in kinds}
+    stale = sum(count for kind, count in kinds.items() if changed[kind])
+    return Verdict(path, len(rows), commits, tuple(sorted(set().union(*changed.values()))), stale)
+
+
+def is_by_launches(table: str, row: Mapping[str, str]) -> bool:
+    """Whether a row measures nothing but the launches that `tools.launches` knows, and not the host that makes them."""
+    notes = BY_LAUNCHES.get(table, ())
+    return notes is None or row.get("note") in notes
 
 
 def is_measured(name: str, patterns: Iterable[str], blob: str) -> bool:
@@ -119,11 +139,11 @@ def is_measured(name: str, patterns: Iterable[str], blob: str) -> bool:
         return False
     if name.endswith(".py"):
         is_whole = any(fnmatch(below, x) for x in _WHOLE)
-        return is_whole or Path(name).name in _SHAPES or "@triton.jit" in _git("cat-file", "blob", blob)
+        return is_whole or Path(name).name in SHAPES or "@triton.jit" in _git("cat-file", "blob", blob)
     return Path(name).suffix in (".cu", ".cuh", ".cpp", ".hpp")
 
 
-def _is_in(commit: str, name: str, blob: str) -> bool:
+def _is_in(name: str, blob: str, commit: str, by_launches: bool) -> bool:
     """Whether a commit has the code of a file, there or under another folder, or each definition of it in files of the same wing."""
     before = _tree(commit)
     if blob in before.values():
@@ -132,7 +152,7 @@ def _is_in(commit: str, name: str, blob: str) -> bool:
     definitions = _definitions(blob, Path(name).suffix)
     if definitions <= _wing(commit, name):
         return True
-    equal = _equal_codes(name, _digest(definitions))
+    equal = equal_codes(name, _digest(definitions), commit if by_launches else "")
     return any(_digest(_definitions(old, Path(name).suffix)) in equal for old in same_name)
 
 
@@ -145,19 +165,20 @@ def _digest(definitions: frozenset[str]) -> str:
     return hashlib.sha256("".join(sorted(definitions)).encode()).hexdigest()[:16]
 
 
-def _equal_codes(name: str, code: str) -> set[str]:
-    """This code of a file, and its older ones that have the same machine code, by any number of steps."""
+def equal_codes(name: str, code: str, commit: str = "") -> set[str]:
+    """This code of a file, and its older ones that have the same machine code, by any number of steps. commit: or that have the same launches for what was
+    measured there."""
     found = {code}
-    for file, before, now in reversed(_same_code()):
-        if Path(file).name == Path(name).name and now in found:
+    for file, before, now, measured in reversed(_same_code()):
+        if Path(file).name == Path(name).name and now in found and measured in ("", commit):
             found.add(before)
     return found
 
 
 @cache
-def _same_code() -> list[tuple[str, str, str]]:
+def _same_code() -> list[tuple[str, str, str, str]]:
     with SAME_CODE.open(newline="") as file:
-        return [(row["file"], row["before"], row["now"]) for row in csv.DictReader(file)]
+        return [(row["file"], row["before"], row["now"], row["measured"]) for row in csv.DictReader(file)]
 
 
 def _wing(commit: str, name: str) -> frozenset[str]:
@@ -244,14 +265,14 @@ def report(found: list[Verdict]) -> None:
     from rich.table import Table
 
     table = Table(title="Results against the code that they measure")
-    for name in ("table", "rows", "measured at", "since then"):
+    for name in ("table", "rows", "stale rows", "measured at", "since then"):
         table.add_column(name, overflow="fold")
     for one in found:
         names = [Path(x).name for x in one.changed]
         said = one.unknown or (
             f"older than {', '.join(names[:4])}{f' and {len(names) - 4} more' if names[4:] else ''}" if names else "unchanged"
         )
-        table.add_row(f"{one.path.parent.name}/{one.path.name}", str(one.rows), " ".join(one.commits), said)
+        table.add_row(f"{one.path.parent.name}/{one.path.name}", str(one.rows), str(one.stale or ""), " ".join(one.commits), said)
     console = Console()
     console.print(table)
     console.print(f"{sum(x.is_stale for x in found)} of {len(found)} tables are older than the code that they measure.")

@@ -3,7 +3,7 @@
 - plots lie beside their tables in `benchmarks/results`; they become files of the site, and a link to one shows its light variant on a
   light page and its dark one on a dark page, and opens the plot in full when it is tapped;
 - names of tables, as `h100/short_full.csv`, become links to the files;
-- a plot of results that are older than the kernels that they measure is marked;
+- a plot of results is marked if rows of them are older than the code that they measure;
 - pictures are put into the page as they are, so that they take its colours, light or dark;
 - an address that the site once had leads to where its text is now.
 """
@@ -79,18 +79,19 @@ def _boost(place: str) -> float:
 
 
 @cache
-def _stale() -> set[str]:
-    """The results that are older than the code that they measure, as `h100/short_auto`."""
+def _stale() -> dict[str, str]:
+    """The results with rows that are older than the code that they measure, as `h100/short_auto` -> how many."""
     sys.path.insert(0, str(RESULTS.parent))
     from stale import verdicts
 
-    return {f"{x.path.parent.name}/{x.path.stem}" for x in verdicts() if x.is_stale}
+    return {f"{x.path.parent.name}/{x.path.stem}": f"{x.stale:,} of {x.rows:,} rows" for x in verdicts() if x.is_stale}
 
 
 def _mark(plot: str) -> str:
     if plot not in _stale():
         return ""
-    return "\n\n*These results are older than the kernels of today: `python benchmarks/run.py --stale` says what has changed.*{ .stale }"
+    rows = f"{_stale()[plot]} of these results are older than the code of today"
+    return f"\n\n*{rows}: `python benchmarks/run.py --stale` says what has changed.*{{ .stale }}"
 
 
 def _both(words: str, plot: str) -> str:

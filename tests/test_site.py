@@ -32,13 +32,22 @@ def hooks(monkeypatch):
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
-    monkeypatch.setattr(found, "_mark", lambda plot: "")  # which results are stale is another test's question
+    monkeypatch.setattr(found, "_stale", dict)  # which results are stale is another test's question
     return found
 
 
 def shown(hooks, place: str, text: str) -> str:
     page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri=place))
     return hooks.on_page_markdown(text, page, None, None)
+
+
+def test_a_plot_says_how_many_of_its_rows_are_stale(hooks, monkeypatch):
+    monkeypatch.setattr(hooks, "_stale", lambda: {"h100/short_full": "12 of 1,030 rows"})
+    text = "![Times](../benchmarks/results/h100/{}.png)"
+    assert "*12 of 1,030 rows of these results are older than the code of today" in shown(
+        hooks, "a.md", text.format("short_full")
+    )
+    assert "older" not in shown(hooks, "a.md", text.format("short_long"))
 
 
 def rule(selector: str) -> str:

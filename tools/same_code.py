@@ -1,8 +1,9 @@
-"""Finds the changed kernels that have the machine code that they had: `python -m tools.same_code COMMIT`.
+"""Finds the changed kernels that have the machine code that they had: `python -m tools.same_code COMMIT [PATH ...]`.
 
 CUDA sources are compiled as the tests of their family compile them, and the Triton launches of tests/launch/test_compile_targets.py for sm_90, at
-COMMIT and here. A changed file is the same if all builds that reach it have the same instructions, byte for byte. `benchmarks/same_code.csv` gets a
-line for each, and `benchmarks/stale.py` then counts the file as unchanged.
+COMMIT and here. A changed file is the same if all builds that reach it have the same instructions, byte for byte. A file of `exact` that shapes launches is
+the same if its backends launch the same for each problem that a table measured at COMMIT (`tools.launches`), and the row names this commit.
+`benchmarks/same_code.csv` gets a line for each, and `benchmarks/stale.py` then counts the file as unchanged.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from benchmarks.stale import SAME_CODE, code_of
+from benchmarks.stale import SAME_CODE, SHAPES, code_of, equal_codes
+from saccade.errors import SaccadeError
 from saccade.launch.cuda import HEADERS
 from saccade.nvrtc.library import Program, loaded
 from saccade.nvrtc.source import Source, reached
@@ -103,52 +105,102 @@ def same_cuda(changed: Iterable[str], before: Path) -> dict[str, bool]:
 
 
 def same_triton(changed: Iterable[str], before: Path) -> dict[str, bool]:
-    """Changed Triton files -> whether the launches that use them have the same instructions, and the host's part of them did not change."""
-    old, new = map(_launches_at, (before, ROOT))
+    """Changed Triton files -> whether the launches that use their kernels have the same instructions."""
+    there = [name for name in changed if (before / name).is_file()]
+    if all(_parts(before / name)[0] == _parts(ROOT / name)[0] for name in there):
+        return dict.fromkeys(there, True)  # kernels as they were are not compiled
+    old, new = map(_triton_at, (before, ROOT))
     found = {}
-    for name in changed:
+    for name in there:
         module = ".".join(Path(name).with_suffix("").parts[1:])
         homes = {home for home, *_ in new if home == name or module in (ROOT / home).read_text(encoding="utf-8")}
         builds = [[build for build in launches if build[0] in homes] for launches in (old, new)]
-        if homes and (before / name).is_file():
-            found[name] = builds[0] == builds[1] and _host_part(before / name) == _host_part(ROOT / name)
+        if homes:
+            found[name] = builds[0] == builds[1]
     return found
 
 
-def _launches_at(root: Path) -> list[list[str]]:
+def _triton_at(root: Path) -> list[list[str]]:
     """[file, kernel, instructions] of each Triton launch."""
+    return _printed(root, ["-c", TRITON], root)
+
+
+def _printed(root: Path, command: list[str], folder: Path) -> Any:
+    """The JSON that Python prints, with `saccade` of a checkout and the tools of this one."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{ROOT}", "EVERY_CASE": "1"}
-    done = subprocess.run([sys.executable, "-c", TRITON], cwd=root, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SaccadeError(f"{root} does not make its launches: {done.stderr.strip().splitlines()[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _host_part(path: Path) -> list[str]:
-    kept = (x for x in ast.parse(path.read_text(encoding="utf-8")).body if not isinstance(x, ast.Import | ast.ImportFrom))
-    return [ast.dump(x) for x in kept if not any("jit" in ast.unparse(y) for y in getattr(x, "decorator_list", []))]
+# files of a folder -> the backends that run its launchers
+_LAUNCHED_BY = {
+    "src/saccade/exact/short/": ("short",),
+    "src/saccade/exact/long/": ("long", "ragged"),
+    "src/saccade/exact/ragged/": ("ragged",),
+    "src/saccade/exact/shared_bias/": ("shared_bias",),
+}
 
 
-def main(commit: Annotated[str, typer.Argument(help="What to compare with.")]) -> None:
-    """Compare the machine code of changed kernels with a commit, and write down which is the same; exit code 1 if some is not."""
-    listed = subprocess.run(
-        ["git", "diff", "--name-only", commit, "--", "src"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in listed.stdout.split() if (ROOT / name).is_file()}
+def same_launches(changed: Iterable[str], before: Path, commit: str) -> dict[str, bool]:
+    """Changed files that shape launches -> whether the backends launch the same for each problem that was measured at a commit."""
+    backends = {name: of for name in changed for folder, of in _LAUNCHED_BY.items() if name.startswith(folder)}
+    found = {}
+    for backend in {x for of in backends.values() for x in of}:
+        command = ["-m", "tools.launches", backend, commit]
+        new = _printed(ROOT, command, ROOT)
+        if new:  # something was measured there
+            found[backend] = new == _printed(before, command, ROOT)
+    return {name: all(found.get(x, True) for x in of) for name, of in backends.items() if found.keys() & of}
+
+
+def _parts(path: Path) -> tuple[list[str], list[str]]:
+    """The statements of a file: kernels and their helpers, and the host's, without imports."""
+    parts: tuple[list[str], list[str]] = [], []
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        if not isinstance(statement, ast.Import | ast.ImportFrom):
+            is_host = not any("jit" in ast.unparse(x) for x in getattr(statement, "decorator_list", []))
+            parts[is_host].append(ast.dump(statement))
+    return parts
+
+
+def compared(texts: dict[str, str], before: Path, commit: str) -> dict[str, tuple[bool, str]]:
+    """Changed files -> (whether they are the same, and for what: the launches at the commit, or, with "", everywhere)."""
     cuda = [name for name in texts if name.endswith((".cu", ".cuh"))]
     triton = [name for name, text in texts.items() if name.endswith(".py") and "@triton.jit" in text]
+    found = (same_cuda(cuda, before) if cuda else {}) | (same_triton(triton, before) if triton else {})
+    shaped = [name for name in triton if found.get(name) and _parts(before / name)[1] != _parts(ROOT / name)[1]]
+    hosts = [*shaped, *(name for name in texts if Path(name).name in SHAPES and name not in triton)]
+    launched = same_launches(hosts, before, commit)
+    everywhere = {name: (same and name not in shaped, "") for name, same in found.items()}
+    return everywhere | {name: (same, commit) for name, same in launched.items()}
+
+
+def main(
+    commit: Annotated[str, typer.Argument(help="What to compare with, as the rows of tables name it.")],
+    paths: Annotated[list[str], typer.Argument(help="Where changed files lie.")] = ["src"],  # noqa: B006
+) -> None:
+    """Compare changed kernels and launches with a commit, and write down which are the same; exit code 1 if some are not."""
+    listed = subprocess.run(
+        ["git", "diff", "--name-only", commit, "--", *paths], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in listed.stdout.split() if (ROOT / name).is_file()}
     with checkout_of(commit) as before:
-        found = (same_cuda(cuda, before) if cuda else {}) | (same_triton(triton, before) if triton else {})
-        rows = [
-            (x, code_of((before / x).read_text(encoding="utf-8"), x), code_of(texts[x], x))
-            for x in found
-            if found[x] and (before / x).is_file()
-        ]
+        codes = {
+            name: (code_of((before / name).read_text(encoding="utf-8"), name), code_of(text, name))
+            for name, text in texts.items()
+            if name.endswith((".cu", ".cuh", ".py")) and (before / name).is_file()
+        }
+        changed = {name: texts[name] for name, (old, new) in codes.items() if old not in equal_codes(name, new, commit)}
+        found = compared(changed, before, commit)
     known = SAME_CODE.read_text(encoding="utf-8")
-    lines = [f"{name},{old},{now}\n" for name, old, now in rows if old != now]
+    lines = [f"{name},{','.join(codes[name])},{measured}\n" for name, (same, measured) in found.items() if same]
     SAME_CODE.write_text(known + "".join(line for line in lines if line not in known), encoding="utf-8")
-    for name in (*cuda, *triton):
-        print(f"{name}: {'no test compiles it' if name not in found else 'the same' if found[name] else 'other instructions'}")
-    raise typer.Exit(not all(found.values()))
+    for name, (same, _) in found.items():
+        print(f"{name}: {'the same' if same else 'other instructions or launches'}")
+    raise typer.Exit(not all(same for same, _ in found.values()))
 
 
 if __name__ == "__main__":

@@ -54,10 +54,10 @@ def repository(tmp_path, monkeypatch):
     stale._definitions.cache_clear()
 
 
-def table(tmp_path, commit, name="short_full"):
+def table(tmp_path, commit, name="short_full", notes=("",)):
     path = tmp_path / "results" / "h100" / f"{name}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"table,commit\n{name},{commit}\n")
+    path.write_text("table,note,commit\n" + "".join(f"{name},{note},{commit}\n" for note in notes))
     return stale.verdict(path)
 
 
@@ -146,10 +146,55 @@ def test_the_same_machine_code_is_no_change(repository, tmp_path, monkeypatch):
     texts = ["int x;\n", "int y;\n", "int z;\n"]
     codes = [stale.code_of(text, name) for text in texts]
     monkeypatch.setattr(stale, "SAME_CODE", tmp_path / "same_code.csv")
-    lines = [f"{name},{before},{now}\n" for before, now in pairwise(codes)]
+    lines = [f"{name},{before},{now},\n" for before, now in pairwise(codes)]
     first, _, _ = (repository(name, text) for text in texts)
     for known, is_stale in ((lines, False), (lines[:1], True), (lines[1:], True), ([], True)):
-        stale.SAME_CODE.write_text("".join(["file,before,now\n", *known]))
-        stale._same_code.cache_clear()
+        know(known)
         assert table(tmp_path, first).is_stale is is_stale
     stale._same_code.cache_clear()
+
+
+def know(lines):
+    stale.SAME_CODE.write_text("".join(["file,before,now,measured\n", *lines]))
+    stale._same_code.cache_clear()
+
+
+def test_the_same_launches_count_for_the_commit_and_the_device_alone(repository, tmp_path, monkeypatch):
+    """Rows that measure the host too stay stale."""
+    name, texts = "src/saccade/exact/short/launch.py", ("def launch():\n    return 1\n", "def launch():\n    return 2\n")
+    monkeypatch.setattr(stale, "SAME_CODE", tmp_path / "same_code.csv")
+    commit, _ = (repository(name, text) for text in texts)
+    line = ",".join([name, *(stale.code_of(text, name) for text in texts)])
+
+    def found(name, notes=("",)):
+        verdict = table(tmp_path, commit, name, notes)
+        assert verdict.is_stale is bool(verdict.stale)
+        return verdict.stale
+
+    know([f"{line},{commit}\n"])
+    assert found("short_full") == 0
+    assert found("short_overhead") == 1  # it measures the host
+    assert found("short_sizes", ("kernel", "", "kernel")) == 1
+    know([f"{line},0000000\n"])  # of another commit
+    assert found("short_full") == 1
+    assert found("short_sizes", ("kernel", "", "kernel")) == 3
+    stale._same_code.cache_clear()
+
+
+def test_stale_rows_are_those_of_the_older_commits(repository, tmp_path):
+    old = repository("src/saccade/exact/short/forward.py", KERNEL)
+    new = repository("src/saccade/exact/short/forward.py", KERNEL.replace("return x ", "return 2 * x "))
+    path = tmp_path / "short_full.csv"
+    path.write_text("table,commit\n" + "".join(f"short_full,{commit}\n" for commit in (new, old, new, old, old)))
+    assert (stale.verdict(path).stale, stale.verdict(path).rows) == (3, 5)
+
+
+def test_tables_of_launches_are_tables_of_exact_attention():
+    """Others have problems that `tools.launches` does not read; a table of whole calls has none of its rows there."""
+    assert {pattern for name in stale.BY_LAUNCHES for pattern in stale.patterns_of(name)} <= {
+        stale._SHORT,
+        stale._LONG,
+        *stale._PACKED,
+        "exact/shared_bias/*",
+    }
+    assert not stale.BY_LAUNCHES.keys() & {"short_overhead", "short_auto", "encoders", "models"}

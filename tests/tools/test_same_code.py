@@ -1,11 +1,15 @@
-"""Machine code is compared by its instructions, and a Triton file by what runs on the host too."""
+"""Machine code is compared by its instructions, and the host's part of a launch by what is launched."""
 
 from __future__ import annotations
+
+import csv
+import json
+import shutil
 
 import pytest
 
 from saccade.nvrtc import Options, Source, build, obstacles
-from tools import same_code
+from tools import launches, same_code
 from tools.cubin import instructions_of
 
 KERNEL = 'extern "C" __global__ void scale(float* x, int n) { if (threadIdx.x < n) x[threadIdx.x] *= 3.0f; }'
@@ -23,15 +27,18 @@ def test_instructions_tell_kernels_apart_and_no_names(tmp_path):
     assert instructions(KERNEL.replace("void scale", "void other")) != plain
 
 
-def test_the_host_part_of_a_triton_file_has_no_kernels(tmp_path):
+def test_a_triton_file_has_kernels_and_a_host_part(tmp_path):
     path, kernel = tmp_path / "forward.py", "import triton\n\n\n@triton.jit\ndef kernel(x):\n    return x\n\n\nGRID = 4\n"
 
-    def host_part(text: str) -> list[str]:
+    def parts(text: str) -> tuple[list[str], list[str]]:
         path.write_text(text)
-        return same_code._host_part(path)
+        return same_code._parts(path)
 
-    assert host_part(kernel.replace("return x", "return x + 1")) == host_part(kernel)
-    assert host_part(kernel.replace("4", "5")) != host_part(kernel)
+    kernels, host = parts(kernel)
+    assert parts(kernel.replace("return x", "return x + 1"))[0] != kernels
+    assert parts(kernel.replace("return x", "return x + 1"))[1] == host
+    assert parts(kernel.replace("4", "5"))[0] == kernels
+    assert parts(kernel.replace("4", "5"))[1] != host
 
 
 @pytest.mark.skipif(bool(obstacles("90")), reason="needs NVRTC")
@@ -48,3 +55,89 @@ def test_a_changed_source_is_compiled_from_both_checkouts(tmp_path, monkeypatch)
     assert same_code.instructions_at(roots[0], build_of_it) != same_code.instructions_at(roots[1], build_of_it)
     (roots[0] / name).unlink()
     assert same_code.instructions_at(roots[0], build_of_it) == "absent"
+
+
+PROBLEMS = {
+    "short": ["attention(B=8 H=4 Tq=64 Tk=64 D=32 bf16 bias[1x4x64x64]+grad grad sm_90)", "attention(B=8192 H=8 Tq=128 Tk=128 D=64 bf16 packed grad sm_90)"],
+    "long": ["attention(B=64 H=12 Tq=197 Tk=197 D=64 bf16 lengths grad sm_90)"],
+    "ragged": [
+        "attention_varlen(B=1024 H=12 D=64 bf16 longest=417 mean=126 tokens=128963)",
+        "attention_varlen(B=8 H=12 D=64 bf16 window=(64, 64) longest=8192 tokens=38001)",
+    ],
+}  # fmt: skip
+GRIDS = {
+    "short": (
+        "short/sm90.py",
+        "return _launch(built, batch * heads, FORWARD",
+        "return _launch(built, 1 + batch * heads, FORWARD",
+    ),
+    "long": ("long/sm90.py", 'launch = _launch("forward", args, grid,', 'launch = _launch("forward", args, grid + 1,'),
+    "ragged": ("ragged/launches.py", "max(1, min(self.most", "max(1, 1 + min(self.most"),
+}
+
+
+def launched(root, backend: str) -> dict[str, list]:
+    program = "import json, sys; from tools import launches; launches.problems_of = lambda *asked: json.loads(sys.argv[2]); print(json.dumps(launches.main(sys.argv[1], '')))"
+    return same_code._printed(root, ["-c", program, backend, json.dumps(PROBLEMS[backend])], same_code.ROOT)
+
+
+@pytest.mark.skipif(bool(obstacles("90a")), reason="needs NVRTC")
+@pytest.mark.parametrize("backend", PROBLEMS)
+def test_launches_are_compared_without_a_gpu(backend, tmp_path):
+    """Another grid is seen; a function that nobody calls is none of the launches."""
+    shutil.copytree(same_code.SRC, tmp_path / "src" / "saccade", ignore=shutil.ignore_patterns("__pycache__"))
+    found = launched(same_code.ROOT, backend)
+    assert len(found) == 2 * len(PROBLEMS[backend])
+    assert all(found.values())
+
+    def edited(name: str, before: str, after: str) -> dict[str, list]:
+        path = tmp_path / "src" / "saccade" / "exact" / name
+        assert before in path.read_text(encoding="utf-8")
+        path.write_text(path.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
+        return launched(tmp_path, backend)
+
+    assert edited(f"{backend}/launchers.py", "def forward(", "def unused():\n    return 1\n\n\ndef forward(") == found
+    assert edited(*GRIDS[backend]) != found
+
+
+def test_the_problems_of_a_commit_are_those_of_rows_that_measure_the_device(tmp_path):
+    path = tmp_path / "h100" / "short_sizes.csv"
+    path.parent.mkdir()
+    rows = [
+        ("attention(B=1)", "auto", "kernel", "abc"), ("attention(B=2)", "auto", "", "abc"), ("attention(B=3)", "short", "kernel", "def"),
+        ("attention(B=4)", "sdpa", "kernel", "abc"), ("attention(B=5)", "long", "kernel", "abc"),
+    ]  # fmt: skip
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("problem", "backend", "note", "commit"), *rows])
+    assert launches.problems_of("short", "abc", tmp_path) == ["attention(B=1)"]
+    assert launches.problems_of("long", "abc", tmp_path) == ["attention(B=1)", "attention(B=5)"]
+    assert launches.problems_of("short", "ghi", tmp_path) == []
+
+
+def test_files_count_where_their_backend_was_measured(monkeypatch):
+    """`long` was not measured at this commit, and the launches of `short` differ."""
+    made = {"short": {"a problem": [1]}, "long": {}, "ragged": {"a problem": [2]}}
+
+    def printed(root, command, folder):
+        old = str(root) == "before" and command[2] == "short"
+        return {"a problem": [3]} if old else made[command[2]]
+
+    monkeypatch.setattr(same_code, "_printed", printed)
+    names = ["src/saccade/exact/short/launch.py", "src/saccade/exact/long/launchers.py", "src/saccade/nm_sparse/launch.py"]
+    assert same_code.same_launches(names, "before", "abc") == {names[0]: False, names[1]: True}
+    made["ragged"] = {}
+    assert same_code.same_launches(names[1:], "before", "abc") == {}
+
+
+def test_a_file_with_kernels_may_differ_in_what_it_launches(tmp_path, monkeypatch):
+    """Its row then holds for one commit."""
+    name, text = "src/saccade/exact/ragged/plan.py", "@triton.jit\ndef kernel(x):\n    return x\n\n\nLIMIT = {}\n"
+    for root, limit in (("before", 1), ("now", 2)):
+        (tmp_path / root / name).parent.mkdir(parents=True)
+        (tmp_path / root / name).write_text(text.format(limit))
+    monkeypatch.setattr(same_code, "ROOT", tmp_path / "now")
+    for launched_as_before in (True, False):
+        monkeypatch.setattr(same_code, "same_launches", lambda names, *_, same=launched_as_before: dict.fromkeys(names, same))
+        assert same_code.compared({name: text.format(2)}, tmp_path / "before", "abc") == {name: (launched_as_before, "abc")}
+    monkeypatch.setattr(same_code, "same_launches", lambda *_: {})
+    assert same_code.compared({name: text.format(2)}, tmp_path / "before", "abc") == {name: (False, "")}
