@@ -564,12 +564,12 @@ struct Loads {
         return sum + __shfl_xor_sync(~0u, sum, 1);
     }
 
-    __device__ __forceinline__ void run(const Batch& batch) {
-        const int segments = WINDOW ? (batch.max_k + SEGMENT_ROWS - 1) / SEGMENT_ROWS : 1, all = batch.items() * segments;
+    __device__ __forceinline__ void run(const Batch& batch, const Window& window) {
+        const int items = batch.items(), segments = WINDOW ? (batch.max_k + SEGMENT_ROWS - 1) / SEGMENT_ROWS : 1;
 #pragma unroll 1
-        for (int index = blockIdx.x; index < all; index += gridDim.x) {
-            const int problem = WINDOW ? unsigned(index) / unsigned(segments) : index, segment = index - problem * segments;
-            Round round{batch.item(problem), segment * SEGMENT_ROWS, segment};
+        for (int index = blockIdx.x; index < (WINDOW ? items * segments : items); index += gridDim.x) {
+            Round round{batch.item(WINDOW ? index / segments : index, window), 0, 0};
+            if (WINDOW) round.segment = index % segments, round.start = round.segment * SEGMENT_ROWS;
 #pragma unroll 1
             for (; round.is_there(); round.start += ROUND_ROWS) {
                 ask_round(round);
@@ -641,11 +641,11 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         leave_registers<LOAD_REGISTERS>();
         const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                           .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
-                          .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads, .window = WINDOW_OF_CALL};
+                          .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};
         const Inputs in{.query = query_map, .key = key_map, .value = value_map, .dout = dout_map, .out = out_map,
                         .lse = lse, .dlse = dlse, .delta = delta, .row_batch = number_of(row_batch), .row_head = number_of(row_head)};
         Loads loads(shared, in, group);
-        loads.run(batch);
+        loads.run(batch, WINDOW_OF_CALL);
     } else if (warpgroup == 2) {
         leave_registers<QUERY_REGISTERS>();
         Queries queries(shared, parked + blockIdx.x * number_of(parked_block), group, WINDOW_OF_CALL,

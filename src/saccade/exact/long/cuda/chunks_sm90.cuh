@@ -131,7 +131,6 @@ struct Item {
 struct Batch {
     const int *cu_q, *cu_k, *members, *count;
     int sequences, total_q, total_k, max_q, max_k, heads;
-    Window window;
 
     __device__ __forceinline__ int items() const { return (PACKED ? *count : sequences) * heads; }  // the launch fits 31 bits
 
@@ -141,7 +140,7 @@ struct Batch {
         rows = between(0, min(offsets[sequence + 1], total) - first, longest);
     }
 
-    __device__ __forceinline__ Item item(int index) const {
+    __device__ __forceinline__ Item item(int index, const Window& window) const {
         Item it;
         int sequence = unsigned(index) / unsigned(heads);
         it.head = index - sequence * heads;

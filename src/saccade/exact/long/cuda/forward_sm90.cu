@@ -278,6 +278,7 @@ struct Loads {
     const Batch& batch;
     const TensorMap &query, &key, &value;
     const Group group;
+    const Window window;
     int chunk = 0, works = 0;  // asked for so far
 
     __device__ __forceinline__ void tell_and_ask(const QueryBlock& work) {
@@ -313,7 +314,7 @@ struct Loads {
         for (int number = TEAMS * blockIdx.x + shared.team; number < all; number += teams, round++) {
             const int index = unsigned(number) / unsigned(blocks), rest = number - index * blocks;
             const int first = (blocks - 1 - (turns ? (rest + round) % blocks : rest)) * BLOCK_ROWS;
-            const QueryBlock work{batch.item(index), first};
+            const QueryBlock work{batch.item(index, window), first};
             if (first >= work.item.q_len) continue;
             tell_and_ask(work);
 #pragma unroll 1
@@ -328,6 +329,7 @@ struct Computing {
     Rows rows;
     const Output& output;
     const Batch& batch;
+    const Window window;
     const bool arriving;
     bool unread = false;  // the copy engine may read the queries' memory of the work before
     int chunk = 0, works = 0;
@@ -407,7 +409,7 @@ struct Computing {
         while (true) {
             const int slot = slot_of(works);
             barrier_wait(shared.barrier(QUERY + slot), slot_parity(works));
-            const QueryBlock work = QueryBlock::from(shared.work(slot), batch.window);
+            const QueryBlock work = QueryBlock::from(shared.work(slot), window);
             if (work.first < 0) break;
             rows.begin(slot);
             compute(work);
@@ -445,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                       .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
-                      .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads, .window = WINDOW_OF_CALL};
+                      .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};
     if (threadIdx.x < TEAMS) LongForwardShared(shared_address(memory), threadIdx.x).init_barriers();
     __syncthreads();
     const int warpgroup = warpgroup_of();
@@ -453,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         leave_registers<LOAD_REGISTERS>();
         const int warp = thread_of() % 128 / 32;
         Loads loads{.shared = LongForwardShared(shared_address(memory), warp), .batch = batch, .query = query_map, .key = key_map, .value = value_map,
-                    .group = GROUP};
+                    .group = GROUP, .window = WINDOW_OF_CALL};
         if (warp < TEAMS && thread_of() % 32 == 0) loads.run();
         return;
     }
@@ -466,6 +468,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
     Computing computing{.rows = Rows{.shared = LongForwardShared(shared_address(memory), warpgroup / 2), .warpgroup = warpgroup % 2, .exponent = exponent,
                                      .mask = MASK_BITS, .dropout = dropout},
-                        .output = output, .batch = batch, .arriving = arriving_lane()};
+                        .output = output, .batch = batch, .window = WINDOW_OF_CALL, .arriving = arriving_lane()};
     computing.run();
 }
