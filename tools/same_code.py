@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,30 @@ def builds_of(sources: Iterable[Path]) -> list[Build]:
         return sorted({(row["source"], row["arch"].removeprefix("sm_"), tuple(row["flags"])) for row in rows})
 
 
+def without_new_features(builds: list[Build], known: set[str]) -> list[Build]:
+    """The builds whose features older sources had: of a macro that these do not name, those with the least value that a source is built with."""
+    kept = builds
+    for name in {name for build in builds for name in _macros(build)} - known:
+        least: dict[str, str] = {}
+        for build in builds:
+            value = _macros(build).get(name)
+            if value is not None:
+                least[build[0]] = min(value, least.get(build[0], value))
+        kept = [build for build in kept if _macros(build).get(name) in (None, least.get(build[0]))]
+    return kept
+
+
+def _macros(build: Build) -> dict[str, str]:
+    defined = (flag.removeprefix("--define-macro=").partition("=") for flag in build[2] if flag.startswith("--define-macro="))
+    return {name: value for name, _, value in defined}
+
+
+def _words(root: Path) -> Iterable[str]:
+    """The words of all CUDA sources of a checkout."""
+    for path in (root / "src").rglob("*.cu*"):
+        yield from re.findall(r"\w+", path.read_text(encoding="utf-8"))
+
+
 def instructions_at(root: Path, build: Build) -> str:
     """The instructions of a build, from the sources of a checkout."""
     source, architecture, flags = build
@@ -96,6 +121,7 @@ def same_cuda(changed: Iterable[str], before: Path) -> dict[str, bool]:
     reach = {str(path): {file for file, _ in reached(Source(path, (HEADERS,)))} for path in SRC.rglob("*.cu")}
     touched = {source for source, files in reach.items() if files & {ROOT / name for name in changed}}
     builds = [build for build in builds_of(map(Path, touched)) if build[0] in touched]
+    builds = without_new_features(builds, {*_words(before)})
     with ProcessPoolExecutor() as pool:
         old, new = ([*pool.map(instructions_at, repeat(root), builds)] for root in (before, ROOT))
     equal = {

@@ -57,6 +57,13 @@ def test_a_changed_source_is_compiled_from_both_checkouts(tmp_path, monkeypatch)
     assert same_code.instructions_at(roots[0], build_of_it) == "absent"
 
 
+def test_builds_of_a_feature_that_older_sources_lack_are_left_out():
+    flags = [("--define-macro=DIM=32", f"--define-macro=WINDOW={on}", "--define-macro=SEGMENT=4") for on in (0, 1)]
+    builds = [("backward.cu", "90a", flags[0]), ("backward.cu", "90a", flags[1]), ("forward.cu", "90a", flags[0][:2])]
+    assert same_code.without_new_features(builds, {"DIM"}) == [builds[0], builds[2]]
+    assert same_code.without_new_features(builds, {"DIM", "WINDOW"}) == builds
+
+
 PROBLEMS = {
     "short": ["attention(B=8 H=4 Tq=64 Tk=64 D=32 bf16 bias[1x4x64x64]+grad grad sm_90)", "attention(B=8192 H=8 Tq=128 Tk=128 D=64 bf16 packed grad sm_90)"],
     "long": ["attention(B=64 H=12 Tq=197 Tk=197 D=64 bf16 lengths grad sm_90)"],
