@@ -260,7 +260,7 @@ def transformers() -> None:
 
     from saccade.integrations.transformers import attention_forward, boolean_mask
 
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", attention_forward)
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", _skips_refusals(attention_forward))
     ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", boolean_mask)
 
 

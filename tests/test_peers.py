@@ -253,6 +253,8 @@ def test_transformers_calls_ours_under_the_name_of_torchs_function(plugin):
         assert all(table["sdpa"].__module__.startswith("saccade") for table in tables)
         model.set_attn_implementation("sdpa")
         found = model(ids, mask).last_hidden_state
+        with pytest.raises(pytest.skip.Exception, match="saccade refuses: softcap asks for a soft cap"):
+            tables[0]["sdpa"](model, *3 * [torch.randn(1, 2, 7, 16)], None, softcap=50.0)
     finally:
         for table, function in zip(tables, theirs, strict=True):
             table.register("sdpa", function)
