@@ -15,11 +15,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+COLLECTING = " (collecting)"  # after the name of a file that cannot be collected, as `peers_plugin` writes it
 _SHOWN = 20  # names of tests that are worse, for each suite
 
 
@@ -77,16 +78,22 @@ def _files(suite: Suite, peers: Path) -> list[str]:
     return sorted(str(path.relative_to(within)) for pattern in suite.tests for path in within.glob(pattern))
 
 
-def run(suite: Suite, peers: Path, ours: bool, options: Iterable[str], minutes: float) -> Run:
-    """Run a suite in a process of its own, with or without our functions. The output of a test goes to stderr."""
+def run(
+    suite: Suite, peers: Path, ours: bool, options: Iterable[str], minutes: float, names: Collection[str] | None = None
+) -> Run:
+    """Run a suite in a process of its own, with or without our functions; of its tests only `names`. The output of a test goes to stderr."""
     folder = (peers / suite.name).resolve()
     places = [ROOT / "scripts", ROOT / "src", *(folder / place for place in suite.imports), os.environ.get("PYTHONPATH")]
     with tempfile.TemporaryDirectory() as out:
         log = Path(out) / "outcomes.jsonl"
-        adapter = suite.adapter if ours else "none"
+        adapter, files = suite.adapter if ours else "none", _files(suite, peers)
+        if names is not None:
+            options = [*options, f"--peers-names={_written(names, Path(out) / 'names.json')}"]
+            files = [file for file in files if any(_file(name).endswith(file) for name in names)]
+        # a file that cannot be collected is one failure, and the tests of other files run all the same
         words = [
             "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "peers_plugin", "-p", "no:cacheprovider", f"--peers-log={log}",
-            f"--peers-adapter={adapter}", *suite.options, *options, *_files(suite, peers),
+            "--continue-on-collection-errors", f"--peers-adapter={adapter}", *suite.options, *options, *files,
         ]  # fmt: skip
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(str(place) for place in places if place),
@@ -98,10 +105,20 @@ def run(suite: Suite, peers: Path, ours: bool, options: Iterable[str], minutes: 
             ).returncode
         except subprocess.TimeoutExpired:
             return Run(read(log), f"was ended after {minutes:g} minutes")
-        # 0 and 1: all tests ran; 5: none was collected; 2 to 4: collecting failed, which the log tells of too
+        # 0 and 1: all tests ran; 5: none was collected; 2 to 4: the log tells of it too
         return Run(
             read(log), "" if code in (0, 1, 2, 3, 4, 5) else f"was ended by signal {-code}" if code < 0 else f"ended with {code}"
         )
+
+
+def _written(names: Collection[str], path: Path) -> Path:
+    path.write_text(json.dumps(sorted(names)), encoding="utf-8")
+    return path
+
+
+def _file(name: str) -> str:
+    """The file of a test, or of a failure to collect it."""
+    return name.partition("::")[0].removesuffix(COLLECTING)
 
 
 def read(log: Path) -> dict[str, str]:
@@ -117,6 +134,16 @@ def read(log: Path) -> dict[str, str]:
 def worse(without: Run, ours: Run) -> list[str]:
     """The tests that fail with our functions and not without them."""
     return [name for name, outcome in ours.outcomes.items() if outcome == "failed" and without.outcomes.get(name) != "failed"]
+
+
+def _both(suite: Suite, peers: Path, which: str, options: list[str], minutes: float) -> tuple[Run, Run]:
+    """A suite without us and with us. which: the tests that run without us, "all", "failed" or "none"."""
+    if which == "all":
+        without = run(suite, peers, False, options, minutes)
+        return without, run(suite, peers, True, options, minutes)
+    ours = run(suite, peers, True, options, minutes)
+    failed = [name for name, outcome in ours.outcomes.items() if outcome == "failed"]
+    return run(suite, peers, False, options, minutes, failed) if failed and which == "failed" else Run({}), ours
 
 
 def table(runs: dict[str, tuple[Run, Run]]) -> list[str]:
@@ -144,8 +171,9 @@ def main(words: list[str] | None = None, suites: tuple[Suite, ...] = SUITES) -> 
     parser.add_argument("--processes", type=int, default=1, help="how many tests run at a time, by pytest-xdist; 1 by default")
     parser.add_argument("--every", type=int, default=1, help="about one test of so many, the same ones each time; all by default")
     parser.add_argument(
-        "--ours-only", action="store_true", help="do not run the suite without us, where its own package is not compiled"
-    )
+        "--without", choices=("all", "failed", "none"), default="all",
+        help="the tests that run without us: all, those that fail with us, or none, where the suite's own package is not compiled",
+    )  # fmt: skip
     given = parser.parse_args(words)
     options = [] if given.k is None else ["-k", given.k]
     options += ["-n", str(given.processes)] if given.processes > 1 else []
@@ -156,8 +184,7 @@ def main(words: list[str] | None = None, suites: tuple[Suite, ...] = SUITES) -> 
         if absent := missing(suite, given.peers):
             sentences.append(absent)
             continue
-        without = Run({}) if given.ours_only else run(suite, given.peers, False, options, given.minutes)
-        ours = run(suite, given.peers, True, options, given.minutes)
+        without, ours = _both(suite, given.peers, given.without, options, given.minutes)
         runs[suite.name] = without, ours
         said = (("without us", without), ("with us", ours))
         sentences += [f"{suite.name}: the run {which} {found.ended}" for which, found in said if found.ended]

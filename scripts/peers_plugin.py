@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--peers-adapter", default="none", choices=("none", *ADAPTERS))
     parser.addoption("--peers-log")
     parser.addoption("--peers-every", type=int, default=1)
+    parser.addoption("--peers-names")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,9 +63,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one test of so many, the same ones in every process and run."""
+    """Keep one test of so many, the same ones in every process and run, and of these the named ones."""
     every, left = config.getoption("--peers-every"), config.stash[_LEFT]
     items[:] = [i for i in items if zlib.crc32(i.nodeid.encode()) % left.get(i.nodeid.partition("[")[0], every) == 0]
+    if path := config.getoption("--peers-names"):
+        names = set(json.loads(Path(path).read_text(encoding="utf-8")))
+        items[:] = [item for item in items if item.nodeid in names]
     if config.getoption("--peers-adapter") == "flash_attn":
         for module in {item.module for item in items if isinstance(item, pytest.Function)}:
             _leave_weights_normalized(module)
@@ -256,7 +260,7 @@ def transformers() -> None:
 
     from saccade.integrations.transformers import attention_forward, boolean_mask
 
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", attention_forward)
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", _skips_refusals(attention_forward))
     ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", boolean_mask)
 
 

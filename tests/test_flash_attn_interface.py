@@ -189,3 +189,19 @@ def test_deterministic_is_a_flag(name):
     beside = () if name == "flash_attn_func" else (ENDS, ENDS, 6, 6)
     with pytest.raises(InvalidArgument, match="deterministic is 'no'; it must be True or False"):
         getattr(flash_attn, name)(q, q, q, *beside, deterministic="no")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_longest_sequence_may_be_a_tensor_as_in_flash_attn(dtype):
+    qkv, ends = torch.randn(9, 3, 2, 16), torch.tensor([0, 4, 9], dtype=torch.int32)
+    longest = ends.diff().max().to(dtype)
+    expected = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, ends, 5, causal=True)
+    assert torch.equal(flash_attn.flash_attn_varlen_qkvpacked_func(qkv, ends, longest, causal=True), expected)
+    assert torch.equal(flash_attn.flash_attn_varlen_func(*qkv.unbind(1), ends, ends, longest, longest, causal=True), expected)
+
+
+@pytest.mark.parametrize("longest", [torch.tensor([5, 5]), torch.tensor(5.0), torch.tensor(True)], ids=["two", "float", "bool"])
+def test_another_tensor_is_no_longest_sequence(longest):
+    q, ends = torch.randn(5, 2, 16), torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(InvalidArgument, match=r"max_seqlen_k is a torch\.Tensor"):
+        flash_attn.flash_attn_varlen_func(q, q, q, ends, ends, 5, longest)

@@ -142,6 +142,24 @@ def test_nothing_worse_is_a_success_and_an_expression_chooses(peers, folder, cap
     assert capfd.readouterr().out.splitlines()[1].split() == ["fake", "1", "1", "0", "1", "1", "0", "0", "0"]
 
 
+def test_only_what_fails_with_us_runs_without_us(peers, folder, capfd):
+    # a file that cannot be collected does not keep those beside it from running
+    (folder / "fake" / "tests" / "test_broken.py").write_text("import no_such_module\n")
+    assert peers.main(["--peers", str(folder), "--without", "failed"], (_suite(peers),)) == 1
+    _, row, sentence = capfd.readouterr().out.splitlines()
+    assert row.split() == ["fake", "1", "2", "0", "2", "3", "1", "0", "1"]
+    assert sentence == "fake: worse with us: tests/test_fake.py::test_of_torch_alone"
+
+
+@pytest.mark.parametrize(("which", "fails", "runs"), [("none", True, 1), ("failed", True, 2), ("failed", False, 1)])
+def test_no_test_runs_without_us_unless_asked(peers, folder, monkeypatch, which, fails, runs):
+    asked = []
+    found = peers.Run({"a": "failed" if fails else "passed"})
+    monkeypatch.setattr(peers, "run", lambda *given: asked.append(given) or found)
+    assert peers.main(["--peers", str(folder), "--without", which], (_suite(peers),)) == int(which == "none")
+    assert [ours for _, _, ours, *_ in asked] == [True, False][:runs]
+
+
 def test_flash_attention_is_served_without_its_extension(peers, folder, capfd):
     suite = next(s for s in peers.SUITES if s.name == "flash-attention")
     assert peers.main(["--peers", str(folder), "--only", "flash-attention"], peers.SUITES) == 0
@@ -235,6 +253,8 @@ def test_transformers_calls_ours_under_the_name_of_torchs_function(plugin):
         assert all(table["sdpa"].__module__.startswith("saccade") for table in tables)
         model.set_attn_implementation("sdpa")
         found = model(ids, mask).last_hidden_state
+        with pytest.raises(pytest.skip.Exception, match="saccade refuses: softcap asks for a soft cap"):
+            tables[0]["sdpa"](model, *3 * [torch.randn(1, 2, 7, 16)], None, softcap=50.0)
     finally:
         for table, function in zip(tables, theirs, strict=True):
             table.register("sdpa", function)

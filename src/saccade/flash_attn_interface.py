@@ -35,8 +35,8 @@ def flash_attn_varlen_func(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -56,8 +56,8 @@ def flash_attn_varlen_func(
         v: `[Tk, Hkv, D]`.
         cu_seqlens_q: int32 `[B + 1]`, 0, then the end of each sequence of q.
         cu_seqlens_k: the same for k and v.
-        max_seqlen_q: at least the longest sequence of q.
-        max_seqlen_k: at least the longest sequence of k and v.
+        max_seqlen_q: at least the longest sequence of q; an int, or an integer tensor without dimensions, which waits for the device.
+        max_seqlen_k: the same of k and v.
         dropout_p: probability of dropping a weight.
         softmax_scale: factor on the scores, `1/sqrt(D)` by default.
         causal: a query sees keys up to its own position, aligned with the last key.
@@ -77,7 +77,7 @@ def flash_attn_varlen_func(
     q, k, v = autocast(q, k, v)
     found = attend(
         (
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, _alignment(causal, window), softmax_scale, True,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, _longest(max_seqlen_q), _longest(max_seqlen_k), dropout_p, _alignment(causal, window), softmax_scale, True,
             None, window, return_attn_probs, _backend_of_packed(deterministic, q, k, v),
         )
     )  # fmt: skip
@@ -87,7 +87,7 @@ def flash_attn_varlen_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
-    max_seqlen: int,
+    max_seqlen: int | Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -102,7 +102,7 @@ def flash_attn_varlen_qkvpacked_func(
     Args:
         qkv: `[T, 3, H, D]`.
         cu_seqlens: int32 `[B + 1]`, 0, then the end of each sequence.
-        max_seqlen: at least the longest sequence.
+        max_seqlen: as `max_seqlen_q` of `flash_attn_varlen_func`.
         dropout_p: as in `flash_attn_varlen_func`.
         softmax_scale: as in `flash_attn_varlen_func`.
         causal: as in `flash_attn_varlen_func`.
@@ -118,10 +118,11 @@ def flash_attn_varlen_qkvpacked_func(
     _refuse(softcap=softcap, alibi_slopes=alibi_slopes)
     _check_shape("qkv", qkv, ("T", 3, "H", "D"))
     causal, window = check_flag("causal", causal), _window(window_size)
+    longest = _longest(max_seqlen)
     (qkv,) = autocast(qkv)
     found = attend(
         (
-            *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, _alignment(causal, window), softmax_scale, False,
+            *qkv.unbind(1), cu_seqlens, cu_seqlens, longest, longest, dropout_p, _alignment(causal, window), softmax_scale, False,
             None, window, return_attn_probs, _backend_of_packed(deterministic, qkv),
         ),
         qkv,
@@ -247,6 +248,12 @@ def _check_shape(name: str, tensor: Any, dims: tuple[str | int, ...]) -> None:
     )
     if wrong:
         raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [{', '.join(map(str, dims))}]")
+
+
+def _longest(length: Any) -> Any:
+    """A bound of lengths, read from a tensor as flash-attn reads it: transformers passes one if only `position_ids` tell the sequences apart."""
+    whole = isinstance(length, Tensor) and length.dtype in (torch.int32, torch.int64) and length.dim() == 0
+    return int(length) if whole else length
 
 
 def _window(window_size: Any) -> Window | None:
