@@ -278,6 +278,15 @@ def test_what_it_declines(monkeypatch, changes, said):
     assert re.search(said, reason), reason
 
 
+def test_windows_are_taken_by_name_alone(monkeypatch):
+    windowed = problem_of(monkeypatch, window=(64, 64), q_len=4096, kv_len=4100)
+    assert LONG.why_not(windowed) == []
+    assert LONG.by_name_only(windowed) == "its windows are not timed yet"
+    assert LONG.by_name_only(problem_of(monkeypatch)) == ""
+    (reason,) = LONG.why_not(problem_of(monkeypatch, window=(64, 64), q_len=2**16 + 1))
+    assert "needs Tq and Tk of at most 65536, got 65537 and 197" in reason
+
+
 CAPTURED = {"host_counts": False, "python_counts": False}
 ROWS_77 = {"q_len": 77, "kv_len": 77}
 
