@@ -115,7 +115,7 @@ def test_what_is_known_is_asked_of_strides_and_addresses():
         (query, dout, packed),
         (query, shared, None),
     ):
-        args = AttentionArgs(q, key, value, None, None, None, None, 0.0, False, 0.125, launches)
+        args = AttentionArgs(q, key, value, None, None, None, None, 0.0, False, 0.125, launches=launches)
         wanted = reference(query, key, value, shared, seen.expand(1, 2, -1, -1), None) if d is shared else expected
         for _ in range(2):
             out, lse = long.forward(args)
