@@ -214,13 +214,13 @@ def test_features_give_the_same_bits_every_time(dim, feature):
 
 # --- without a GPU
 
-FEATURES = ("grouped", "mask", "dropout", "window")
+PARTS = ("grouped", "mask", "dropout", "window")
 
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize(("packed", "causal", "bf16"), [(0, 0, 1), (1, 2, 0)], ids=["dense", "packed"])
 @pytest.mark.parametrize(
-    "features", [f for n in range(5) for f in itertools.combinations(FEATURES, n) if not {"mask", "window"} <= {*f}], ids="-".join
+    "features", [f for n in range(5) for f in itertools.combinations(PARTS, n) if not {"mask", "window"} <= {*f}], ids="-".join
 )
 @pytest.mark.parametrize("key", sm90.CONFIGS, ids=str)
 def test_binary(key, features, packed, causal, bf16):
@@ -228,7 +228,7 @@ def test_binary(key, features, packed, causal, bf16):
         pytest.skip("packed sequences take no mask")
     direction, dim = key
     chosen = sm90.CONFIGS[key]
-    flags = [x in features for x in FEATURES]
+    flags = [x in features for x in PARTS]
     aligned = (causal or 1) if "window" in features else causal
     macros = sm90.defines(direction, dim, bool(bf16), bool(packed), aligned, chosen, *flags, 4)
     made = build(sm90.source(direction), sm90.ARCHITECTURE, Options.of(macros))

@@ -332,8 +332,10 @@ def test_windows_beside_lengths_and_grouped_heads():
 
 def test_windows_that_reach_over_a_segment(monkeypatch):
     """The window of a chunk of queries begins in one segment and ends in the next but one."""
-    monkeypatch.setattr(config, "SEGMENTS", ((None, 4),))
+    assert config.SEGMENTS[-1] == 4
     dense(1, 1500, 1500, 32, window=(100, 700), kv_heads=1)
+    monkeypatch.setattr(config, "SEGMENTS", (16,))
+    dense(1, 2200, 2200, 32, window=(300, 90), kv_heads=1)
 
 
 @pytest.mark.sampled(2)
@@ -395,10 +397,19 @@ def packed(dim, causal, lengths, heads=2, dropout_p=0.0, longer=0, window=None):
     )
     count = torch.tensor([5], dtype=torch.int32)
     out, lse = torch.full_like(query, torch.nan), torch.full((heads, query.shape[0]), torch.nan)
-    sm90.forward(args, members, count, out, lse)
+
+    def parts(tensor, unit, fewest):
+        """With a window the parts of the sequences, in an order that is no batch's."""
+        if window is None:
+            return members, count
+        listed = [(s, p) for s in taken for p in range(max(fewest, -(-int(tensor[s]) // unit)))]
+        numbers = [s | p << 22 for s, p in reversed(listed)]
+        return torch.tensor([*numbers, 0], dtype=torch.int32), torch.tensor([len(numbers)], dtype=torch.int32)
+
+    sm90.forward(args, *parts(lengths[:, 0], 128, 0), out, lse)
     gradients = tuple(torch.full_like(x, torch.nan) for x in (query, key, value))
     delta = torch.empty_like(lse) if sm90.owns_delta(dim) else rows_of_out(dout, out, None).T.contiguous()
-    sm90.backward(args, members, count, dout, None, out, lse, delta, gradients)
+    sm90.backward(args, *parts(lengths[:, 1], 512, 1), dout, None, out, lse, delta, gradients)
     for s in taken:
         q, k = rows[s]
         tq, tk = (int(x) for x in lengths[s])

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 import torch
 
 import saccade
+from saccade.exact.long import config
 
 pytestmark = pytest.mark.gpu
-LENGTHS = (5, 300, 0, 70, 1, 129)
+LENGTHS = (5, 300, 0, 70, 1, 129, 1200)
 WINDOWS = [(0, 0), (64, 64), (None, 3), (100, None), (17, 0), (1000, 1000)]
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(params=[-1, sys.maxsize], ids=["token-tiles", "chunks"])
+def kernels(request, monkeypatch):
+    """Packed 16-bit calls by token tiles alone, or by the kernels of sm_90 where these take them."""
+    monkeypatch.setattr(config, "TIMED_REACH", request.param)
 
 
 def differentiated(out, lse, tensors):
@@ -37,6 +45,7 @@ def made(dim, dtype, *shape):
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.2}], ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.usefixtures("kernels")
 def test_packed(window, options, dim, dtype):
     ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device="cuda")
     tokens, longest = sum(LENGTHS), max(LENGTHS)
@@ -53,9 +62,11 @@ def test_packed(window, options, dim, dtype):
 
 @pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
 @pytest.mark.parametrize("lengths", [None, (300, 40)], ids=["whole", "lengths"])
-@pytest.mark.parametrize("backend", ["auto", "ragged"])
+@pytest.mark.parametrize("backend", ["auto", "ragged", "long"])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_dense(window, backend, lengths, dtype):
+    if backend == "long" and (dtype == torch.float32 or saccade.hardware.arch_of(torch.device("cuda")) != 90):
+        pytest.skip("its kernels are of sm_90 and 16 bits")
     if backend == "ragged" and lengths is not None:
         pytest.skip("its tiles take no lengths of dense rows with a window")
     tensors = [made(64, dtype, 2, heads, 300) for heads in (4, 2, 2)]
@@ -66,6 +77,7 @@ def test_dense(window, backend, lengths, dtype):
     agree(found, differentiated(*saccade.attention(*exact, backend="reference", **named), exact), dtype)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_captured_with_other_borders():
     """A replay with other lengths: nothing of the host's numbers is in the graph."""
     tokens = sum(LENGTHS)
@@ -74,7 +86,7 @@ def test_captured_with_other_borders():
     ends = orders[0].clone()
 
     def call(ends):
-        return saccade.attention_varlen(*tensors, ends, ends, 300, 300, window=(20, 20))
+        return saccade.attention_varlen(*tensors, ends, ends, 1200, 1200, window=(20, 20))
 
     for _ in range(2):
         call(ends)
@@ -86,6 +98,6 @@ def test_captured_with_other_borders():
         ends.copy_(order)
         graph.replay()
         exact = saccade.attention_varlen(
-            *[x.double() for x in tensors], order, order, 300, 300, window=(20, 20), backend="reference"
+            *[x.double() for x in tensors], order, order, 1200, 1200, window=(20, 20), backend="reference"
         )
         agree([out], [exact], torch.bfloat16)

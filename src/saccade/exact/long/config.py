@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 # Backward parks dQ between rounds of keys, for each block all queries of a sequence: 69 MB at this length and D = 64
 MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
-# With a window a block of backward takes a segment of keys, so many rounds of 128, by the most keys of the window before and behind a query. It goes on
-# behind the segment as far as a window reaches: 1/8 more work at 128 keys, and at 512 half as much in four rounds but 1/8 in 16.
-SEGMENTS = ((256, 4), (None, 16))
+# With a window a block of backward takes a segment of keys: so many rounds of 128, the first of these numbers that gives every multiprocessor one. It
+# goes on behind the segment as far as a window reaches: for 512 keys before and behind a query half as much work in four rounds, but 1/8 in 16.
+SEGMENTS = (16, 8, 4)
 MAX_TOKENS_IN_WINDOWS = 128 * 128 * 4  # the sources count 128 segments
 # Features with which the kernels were timed (docs/notes/long.md): one at a time, up to this D and from another on,
 # and for dense rows up to so many tokens. `auto` takes no backend `long` for other calls, and the ragged family computes them by Triton. Read at each call.
@@ -21,9 +21,9 @@ TIMED_FORWARD = 256  # of a call without a gradient; 0.99 of torch's speed at 51
 MAX_SHARING = 8192
 
 
-def segment_rounds(reach: int) -> int:
-    """Rounds of a segment. reach: keys of a window before and behind a query."""
-    return next(rounds for most, rounds in SEGMENTS if most is None or reach <= most)
+def segment_rounds(rounds: int, multiprocessors: int) -> int:
+    """Rounds of a segment. rounds: of all sequences and key heads of a call."""
+    return next((n for n in SEGMENTS if rounds >= n * multiprocessors), SEGMENTS[-1])
 
 
 def most_tokens(window: bool) -> int:

@@ -190,8 +190,16 @@ def window_of(args: VarlenArgs) -> tuple[int, int] | None:
 
 
 def _segment(args: VarlenArgs) -> int:
-    window = window_of(args)
-    return 0 if window is None else segment_rounds(sum(window))
+    if window_of(args) is None:
+        return 0
+    dense = args.query.dim() == 4
+    rounds = args.key.shape[0] * -(-args.max_k // ROUND_ROWS) if dense else args.key.shape[0] // ROUND_ROWS
+    return segment_rounds(rounds * args.key.shape[1], multiprocessors(args.query.device))
+
+
+def segment_rows(args: VarlenArgs) -> int:
+    """Keys of a segment, of which a block of backward takes one of a window."""
+    return _segment(args) * ROUND_ROWS
 
 
 def _alignment(args: VarlenArgs) -> int:
@@ -247,7 +255,7 @@ def plan_backward(
     free = _free(args)
     most = multiprocessors(args.query.device)
     window = window_of(args)
-    blocks = free[0] * (args.query.shape[1] // group) * (1 if window is None else -(-args.max_k // (_segment(args) * ROUND_ROWS)))
+    blocks = free[0] * (args.query.shape[1] // group) * (1 if window is None else -(-args.max_k // segment_rows(args)))
     grid = most if longest else max(1, min(blocks, most))
     launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
     max_q, max_k = longest or args.max_q, longest or args.max_k
@@ -263,7 +271,8 @@ def forward(
     args: VarlenArgs, members: Tensor | None, count: Tensor | None, out: Tensor, lse: Tensor, config: Sm90Config | None = None,
     longest: int = 0,
 ) -> None:  # fmt: skip
-    """Write out and lse. members, count: the sequences of the launch, None for dense rows. longest: as of `plan_forward`.
+    """Write out and lse. members, count: the sequences of the launch, with a window their parts of BLOCK_ROWS queries, None for dense rows. longest: as
+    of `plan_forward`.
 
     Raises:
         CompileError, CompilerUnavailable: the kernel does not compile here.
@@ -284,7 +293,8 @@ def backward(
     args: VarlenArgs, members: Tensor | None, count: Tensor | None, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
     delta: Tensor, gradients: tuple[Tensor, Tensor, Tensor], config: Sm90Config | None = None, longest: int = 0,
 ) -> None:  # fmt: skip
-    """Write dq, dk and dv. delta is given where the kernel does not own it, and scratch memory otherwise. Raises as `forward`."""
+    """Write dq, dk and dv. members, count: as of `forward`, with a window parts of `segment_rows` keys. delta is given where the kernel does not own it,
+    and scratch memory otherwise. Raises as `forward`."""
     plan = plan_backward(args, dout, out, gradients, config, longest)
     run_backward(
         plan, (*args[:3], dout, out), offsets_of(args, members, count), dlse, lse, delta, gradients, args.mask, args.seed

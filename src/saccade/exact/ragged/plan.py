@@ -8,7 +8,8 @@ every run. The layers of a model hand over the same few tensors, so the lists of
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -24,6 +25,7 @@ from saccade.native.recording import lasting
 
 _BLOCK = 1024
 _MAX_PLANS = 16
+_A = TypeVar("_A")
 
 
 class Plan(NamedTuple):
@@ -87,24 +89,29 @@ def make_plan(cu_q: Tensor, cu_k: Tensor) -> Plan:
     return Plan(members, counts)
 
 
-# (ids of both tensors) -> (the tensors, their versions, the plan)
+# (kind, ids of tensors) -> (the tensors, their versions, what was made)
 _PLANS = LaunchCache()
 _PLANS.limit = _MAX_PLANS
 
 
 def plan_of(cu_q: Tensor, cu_k: Tensor) -> Plan:
-    """The lists of a batch, made at the first sight of its tensors and when they change.
+    """The lists of a batch, made once for its tensors."""
+    return of_batch(_PLANS, (), (cu_q, cu_k), lambda: make_plan(cu_q, cu_k))
 
-    Not remembered while a CUDA graph is captured, where they have to be made at each replay, nor for tensors of inference mode, which do not
+
+def of_batch(known: LaunchCache, kind: Hashable, ends: tuple[Tensor, ...], make: Callable[[], _A]) -> _A:
+    """What `make` finds for the cu_seqlens of a batch, at the first sight of the tensors and when they change.
+
+    Not remembered while a CUDA graph is captured, where it has to be made at each replay, nor for tensors of inference mode, which do not
     count their changes.
     """
-    if not (values_known(cu_q) and values_known(cu_k)) or cu_q.is_inference() or cu_k.is_inference():
-        return make_plan(cu_q, cu_k)
-    key, versions = (id(cu_q), id(cu_k)), (cu_q._version, cu_k._version)
-    seen = _PLANS.get(key)
-    if seen is not None and seen[0]() is cu_q and seen[1]() is cu_k and seen[2] == versions:
-        return seen[3]
-    return _PLANS.remember(key, (weakref.ref(cu_q), weakref.ref(cu_k), versions, make_plan(cu_q, cu_k)))[3]
+    if not all(values_known(x) and not x.is_inference() for x in ends):
+        return make()
+    key, versions = (kind, *map(id, ends)), tuple([x._version for x in ends])
+    seen = known.get(key)
+    if seen is not None and seen[1] == versions and all(ref() is x for ref, x in zip(seen[0], ends, strict=True)):
+        return seen[2]
+    return known.remember(key, (tuple(map(weakref.ref, ends)), versions, make()))[2]
 
 
 # device -> (0, 1, 2, ..., and a row for each number that holds it)

@@ -564,12 +564,19 @@ struct Loads {
         return sum + __shfl_xor_sync(~0u, sum, 1);
     }
 
+    // The blocks take works in rows, every second row backwards: works become smaller along the list, so the last block of one row comes first in the next.
+    __device__ __forceinline__ static int there_and_back(int number, int all) {
+        const int row = number / gridDim.x, width = min(int(gridDim.x), all - row * int(gridDim.x)), place = number - row * int(gridDim.x);
+        return row % 2 ? row * int(gridDim.x) + width - 1 - place : number;
+    }
+
     __device__ __forceinline__ void run(const Batch& batch, const Window& window) {
-        const int items = batch.items(), segments = WINDOW ? (batch.max_k + SEGMENT_ROWS - 1) / SEGMENT_ROWS : 1;
+        const int items = batch.items(), segments = WINDOW && !PACKED ? (batch.max_k + SEGMENT_ROWS - 1) / SEGMENT_ROWS : 1;
 #pragma unroll 1
-        for (int index = blockIdx.x; index < (WINDOW ? items * segments : items); index += gridDim.x) {
-            Round round{batch.item(WINDOW ? index / segments : index, window), 0, 0};
-            if (WINDOW) round.segment = index % segments, round.start = round.segment * SEGMENT_ROWS;
+        for (int number = blockIdx.x; number < (WINDOW ? items * segments : items); number += gridDim.x) {
+            const int index = WINDOW ? there_and_back(number, items * segments) : number;
+            Round round{batch.item(WINDOW ? index % items : index, window), 0, 0};
+            if (WINDOW) round.segment = PACKED ? batch.part(index) : index / items, round.start = round.segment * SEGMENT_ROWS;
 #pragma unroll 1
             for (; round.is_there(); round.start += ROUND_ROWS) {
                 ask_round(round);

@@ -127,12 +127,20 @@ struct Item {
     }
 };
 
-// cu_q, cu_k: cu_seqlens; of dense rows cu_k is the lengths of their keys, or null. members, count: the sequences of this launch, if PACKED.
+// Packed sequences with a WINDOW come in parts, so that blocks share the work evenly whatever the lengths are: the number of a sequence, and that of
+// its part from bit PART_AT on. A part is a block of queries in forward, and a segment of keys in backward.
+constexpr bool IN_PARTS = PACKED && WINDOW;
+constexpr int PART_AT = 22;
+
+// cu_q, cu_k: cu_seqlens; of dense rows cu_k is the lengths of their keys, or null. members, count: the sequences of this launch, if PACKED, or parts.
 struct Batch {
     const int *cu_q, *cu_k, *members, *count;
     int sequences, total_q, total_k, max_q, max_k, heads;
 
     __device__ __forceinline__ int items() const { return (PACKED ? *count : sequences) * heads; }  // the launch fits 31 bits
+
+    // which part of its sequence an item is
+    __device__ __forceinline__ int part(int index) const { return unsigned(members[unsigned(index) / unsigned(heads)]) >> PART_AT; }
 
     // clamped: lengths come from the device, and nobody has checked them
     __device__ __forceinline__ static void rows_of(const int* offsets, int sequence, int total, int longest, int& first, int& rows) {
@@ -145,6 +153,7 @@ struct Batch {
         int sequence = unsigned(index) / unsigned(heads);
         it.head = index - sequence * heads;
         if (PACKED) sequence = members[sequence];
+        if (IN_PARTS) sequence &= (1 << PART_AT) - 1;
         it.sequence = sequence, it.window = window;
         if (PACKED) {
             it.batch = 0;

@@ -304,7 +304,7 @@ struct Loads {
     }
 
     __device__ __forceinline__ void run() {
-        const int blocks = (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS, all = batch.items() * blocks;
+        const int blocks = IN_PARTS ? 1 : (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS, all = batch.items() * blocks;
         // Blocks of one head run beside each other and share its keys and values in L2; the longest of a causal one first. If a team would always
         // get the same of them, teams take turns.
         const int teams = TEAMS * gridDim.x;
@@ -313,7 +313,7 @@ struct Loads {
 #pragma unroll 1
         for (int number = TEAMS * blockIdx.x + shared.team; number < all; number += teams, round++) {
             const int index = unsigned(number) / unsigned(blocks), rest = number - index * blocks;
-            const int first = (blocks - 1 - (turns ? (rest + round) % blocks : rest)) * BLOCK_ROWS;
+            const int first = (IN_PARTS ? batch.part(index) : blocks - 1 - (turns ? (rest + round) % blocks : rest)) * BLOCK_ROWS;
             const QueryBlock work{batch.item(index, window), first};
             if (first >= work.item.q_len) continue;
             tell_and_ask(work);
