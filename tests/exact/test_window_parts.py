@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from contracts.exact import DEVICE
 
 from saccade.exact.ragged import window_parts
-from contracts.exact import DEVICE
 
 UNIT = 128
 

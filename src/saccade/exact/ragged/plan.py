@@ -100,7 +100,7 @@ def plan_of(cu_q: Tensor, cu_k: Tensor) -> Plan:
 
 
 def of_batch(known: LaunchCache, kind: Hashable, ends: tuple[Tensor, ...], make: Callable[[], _A]) -> _A:
-    """What `make` finds for the cu_seqlens of a batch, at the first sight of the tensors and when they change.
+    """The result of `make` for the cu_seqlens of a batch, found at the first sight of the tensors and when they change.
 
     Not remembered while a CUDA graph is captured, where it has to be made at each replay, nor for tensors of inference mode, which do not
     count their changes.
