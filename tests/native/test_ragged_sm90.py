@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from recorded_cuda import bound_of_long
@@ -9,7 +11,7 @@ from recorded_triton import number_of, recording
 
 import saccade
 from saccade import native
-from saccade.exact.long import sm90
+from saccade.exact.long import config, sm90
 from saccade.exact.ragged import launchers
 from saccade.exact.ragged.call import every_sequence
 from saccade.native.recording import Recorder
@@ -57,8 +59,9 @@ def run(seen, given, **options):
     found = torch.autograd.grad(out, leaves, dout)
     rows, gradients = (x[0].unbind(1) if len(x) == 1 else x for x in (leaves, found))
     names = dict(zip(("q", "k", "v", "dq", "dk", "dv"), (*rows, *gradients), strict=True))
-    members, count = every_sequence(ends, len(ends) - 1)
-    names |= {"ends": ends, "out": out, "dout": dout, "members": members, "count": count}
+    names |= {"ends": ends, "out": out, "dout": dout}
+    if "window" not in options:  # whose parts are listed at each call
+        names |= dict(zip(("members", "count"), every_sequence(ends, len(ends) - 1), strict=True))
     known = {x.data_ptr(): name for name, x in names.items()}
     return [told(x, known) for x in seen[before:]]
 
@@ -92,6 +95,29 @@ def test_another_batch_of_the_kind(seen, dim, options, packed, monkeypatch):
     assert {x[1][2] for x in maps} == {tokens}
     assert arguments[:5] == ["ends", "ends", "members", "count", "out"]
     assert arguments[6:11] == [len(lengths), tokens, tokens, 200, 200]
+
+
+@pytest.mark.parametrize("window", [(64, 64), (3, None), (200, 5)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"is_causal": True}], ids=["plain", "dropout", "causal"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_another_batch_with_a_window(seen, dim, options, window, monkeypatch):
+    monkeypatch.setattr(config, "TIMED_REACH", sys.maxsize)
+    monkeypatch.setattr(sm90, "takes", lambda args, *others: True)
+    options = options | {"window": window}
+    run(seen, batch([140, 9], dim, False), **options)
+    run(seen, batch([150, 20, 3], dim, False), **options)
+    assert len(native.calls) == 1
+    for lengths in ([5, 250, 130, 1], [129], [200] * 9):
+        given = batch(lengths, dim, False)
+        with monkeypatch.context() as patch:
+            patch.setattr("saccade.exact.varlen.api._prepare", lambda *given: pytest.fail("Python makes the call"))
+            patch.setattr(launchers, "backward", lambda *given: pytest.fail("Python makes the gradient"))
+            by_cpp = run(seen, given, **options)
+        assert by_cpp == run_by_python(seen, given, **options)
+        assert len(by_cpp) == 6 + (dim == 128)  # a list, the kernel, and what clears the tail; row sums beyond D = 64
+    others = options | {"window": (9, 9)}
+    run(seen, batch([140, 9], dim, False), **others)
+    assert len(native.calls) == 2
 
 
 def test_a_single_token_is_left_to_python(seen):

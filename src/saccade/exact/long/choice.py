@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from saccade.exact.varlen.problem import VarlenProblem
 
 
+# no limit of a window: beyond all tokens of any batch, so that one launch serves all, and a sum of two and a place fits 31 bits
+_FAR = 2**29
+
+
 class Kind(NamedTuple):
     """The facts that decide which kernels compute a call, apart from where its tensors lie. group: query heads that share a key head."""
 
@@ -68,11 +72,11 @@ def kind_of_dense(problem: Problem) -> Kind:
     )  # fmt: skip
 
 
-def window_of(ends: tuple[int, int], causal: int, tokens: int) -> tuple[int, int] | None:
-    """(left, right) of a window, at most all tokens; None without one. ends: as `engine.window.ends_of` has them."""
+def window_of(ends: tuple[int, int], causal: int) -> tuple[int, int] | None:
+    """(left, right) of a window; None without one. ends: as `engine.window.ends_of` has them."""
     if ends == (NO_LIMIT, NO_LIMIT):
         return None
-    left, right = (tokens if end == NO_LIMIT else min(end, tokens) for end in ends)
+    left, right = (_FAR if end == NO_LIMIT else min(end, _FAR) for end in ends)
     return left, 0 if causal in HIDE_LATER else right
 
 

@@ -161,7 +161,7 @@ def _launch(
     if window is not None:
         numbers |= dict(zip(("window_left", "window_right"), window, strict=True))
     size = (heads, head_dim, group, args.mask is None, query.dim(), query.dtype, query.device)
-    key = (direction, grid, tuple(strides.values()), size, args.causal, args.scale, dropped, window, config)
+    key = (direction, grid, tuple(strides.values()), size, args.causal, args.scale, dropped, window, _segment(args), config)
     found = _LAUNCHES.get(key)
     if found is None:
         if dropped is not None:
@@ -185,8 +185,8 @@ def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any]
 
 
 def window_of(args: VarlenArgs) -> tuple[int, int] | None:
-    """(left, right) of a window, at most all tokens."""
-    return choice.window_of((args.window_left, args.window_right), args.causal, args.max_q + args.max_k)
+    """(left, right) of a window."""
+    return choice.window_of((args.window_left, args.window_right), args.causal)
 
 
 def _segment(args: VarlenArgs) -> int:

@@ -97,7 +97,7 @@ def _describe_window(problem: VarlenProblem) -> str:
     from saccade.exact.long import choice, config
 
     kind = choice.kind_of_packed(problem)
-    window = choice.window_of(ends_of(problem.window), problem.causal, problem.max_q + problem.max_k)
+    window = choice.window_of(ends_of(problem.window), problem.causal)
     if window is None or sum(window) > config.TIMED_REACH or not choice.takes(kind):
         return _describe_tokens(problem)
     return ", ".join(

@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.engine.calls import values_known
 from saccade.engine.window import NO_LIMIT
 from saccade.exact.args import AttentionArgs
+from saccade.exact.long.choice import window_of
 from saccade.exact.ragged.call import RaggedCall
 from saccade.exact.ragged.config import MOST_EAGER, TILES, TOKENS_MAX_DIM, token_config
 from saccade.exact.ragged.launches import Gradients
@@ -63,7 +64,7 @@ def bounds_of(cu: Tensor, total: int) -> Tensor:
     return _KNOWN.remember(key, (weakref.ref(cu, lambda _: _KNOWN.pop(key, None)), version, _find(cu, total)))[2]
 
 
-# of the numbers of a launch; the words of a row are those of its kind, and C++ replays no window
+# of the numbers of a launch; a window and the words of a row are those of its kind
 _SLOTS = {
     "total": QUERIES, "sequences": SEQUENCES, "steps": HALVINGS, "longest": LONGEST_K, "words": FIXED, "left": FIXED, "right": FIXED
 }  # fmt: skip
@@ -114,12 +115,9 @@ def _varying(call: RaggedCall, words: int) -> dict[str, int]:
 
 
 def _window(call: RaggedCall) -> tuple[int, int]:
-    """(left, right), at most all tokens; 0 without a window, when nobody reads them."""
+    """(left, right); 0 without a window, when nobody reads them."""
     args = call.args
-    if not has_window(args):
-        return 0, 0
-    left, right = (call.total_q if end == NO_LIMIT else min(end, call.total_q) for end in (args.window_left, args.window_right))
-    return left, 0 if _causal(args) else right
+    return window_of((args.window_left, args.window_right), args.causal) or (0, 0)
 
 
 def _causal(args: VarlenArgs) -> bool:
@@ -140,7 +138,7 @@ def words_of(call: RaggedCall) -> int:
     if args.seed is None:
         return 0
     longest = max(args.max_q, args.max_k)  # C++ tells kinds apart by both together
-    words = -(-(pow2(longest) if longest <= TILES[-1] else args.max_k) // 32)
+    words = -(-(pow2(longest) if longest <= TILES[-1] or has_window(args) else args.max_k) // 32)
     # with a window those from the word that the first key in the window of a row lies in
     return min(words, sum(_window(call)) // 32 + 2) if has_window(args) else words
 

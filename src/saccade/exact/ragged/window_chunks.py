@@ -13,9 +13,10 @@ from saccade.exact.ragged import launches
 from saccade.exact.ragged.call import Bucket, RaggedCall
 from saccade.exact.ragged.launches import Gradients
 from saccade.exact.ragged.plan import every_sequence
-from saccade.exact.ragged.window_parts import MOST_SEQUENCES, in_order, longest_first
+from saccade.exact.ragged.window_parts import MOST_SEQUENCES, Offsets, in_order, longest_first
 from saccade.launch.disabled import FAILURES, disable, failure_of
-from saccade.native.recording import refuse, scratch
+from saccade.launch.triton import pow2
+from saccade.native.recording import is_recorded, refuse, scratch
 
 
 def _takes(direction: str, call: RaggedCall, *others: Tensor) -> bool:
@@ -25,14 +26,34 @@ def _takes(direction: str, call: RaggedCall, *others: Tensor) -> bool:
     return failure_of(named(direction, kind_of(call.args))) is None and sm90.takes(call.args, *others)
 
 
+def _any_size(call: RaggedCall) -> int:
+    """The most tokens of a sequence in any batch for which a recorded call is planned; 0: it is planned for its own batch."""
+    if not is_recorded():
+        return 0
+    # Memory of lists is counted by the tokens of queries. The map of a single token says nothing of the distance to the next.
+    if not _same(call) or call.total_q == 1:
+        refuse()
+        return 0
+    return max(16, pow2(max(call.args.max_q, call.args.max_k)))
+
+
+def _same(call: RaggedCall) -> bool:
+    return call.args.cu_seqlens_q is call.args.cu_seqlens_k and call.total_q == call.total_k
+
+
+def _offsets(call: RaggedCall, side: int) -> Offsets:
+    """The sequences of queries (0) or of keys (1). An empty sequence of keys has a part, which clears the gradients of its queries."""
+    ends, tokens = ((call.args.cu_seqlens_q, call.total_q), (call.args.cu_seqlens_k, call.total_k))[side]
+    return Offsets(ends, tokens, 0 if side == 0 or _same(call) else 1)
+
+
 def forward(call: RaggedCall, out: Tensor, lse: Tensor) -> bool:
     """Whether these kernels wrote out and lse."""
     if not _takes("forward", call, out):
         return False
-    refuse()  # a launch is planned for the numbers of one batch
-    args = call.args
+    args, longest = call.args, _any_size(call)
     try:
-        sm90.forward(args, *in_order(args.cu_seqlens_q, call.total_q, sm90.BLOCK_ROWS), out, lse)
+        sm90.forward(args, *in_order(_offsets(call, 0), sm90.BLOCK_ROWS), out, lse, longest=longest)
     except FAILURES as error:
         disable(named("forward", kind_of(call.args)), "token tiles", error)
         return False
@@ -48,13 +69,13 @@ def backward(call: RaggedCall, dout: Tensor, dlse: Tensor | None, out: Tensor, l
     every = None if sm90.owns_delta(call.head_dim) else every_sequence(args.cu_seqlens_q, call.sequences)
     if every is None and not sm90.owns_delta(call.head_dim):
         return False
-    refuse()
+    longest = _any_size(call)
     delta = scratch(lse.shape, lse.dtype, lse.device, call.total_q)
     try:
         if every is not None:
             launches.row_sums(call, Bucket(0, *every), dout, dlse, out, lse, delta).run(call)
-        segments = longest_first(args.cu_seqlens_k, call.total_k, sm90.segment_rows(args))
-        sm90.backward(args, *segments, dout, dlse, out, lse, delta, gradients)
+        segments = longest_first(_offsets(call, 1), sm90.segment_rows(args))
+        sm90.backward(args, *segments, dout, dlse, out, lse, delta, gradients, longest=longest)
     except FAILURES as error:
         disable(named("backward", kind_of(call.args)), "token tiles", error)
         return False

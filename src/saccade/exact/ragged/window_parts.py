@@ -6,19 +6,25 @@ many works as there are tokens to compute, and none that is empty: of 8 sequence
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.exact.ragged.config import MOST_AT_ONCE
 from saccade.exact.ragged.plan import of_batch
 from saccade.launch.cache import LaunchCache
 from saccade.launch.triton import launch_any
+from saccade.native.described import QUERIES, SEQUENCES
+from saccade.native.recording import is_recorded, scratch, varying
 
 PART_AT = 22
 MOST_SEQUENCES = 2**PART_AT
 _MOST_SORTED = 4096  # sequences; each is compared with every other one
 _BLOCK = 256
+_MOST_PROGRAMS = -(-MOST_AT_ONCE // _BLOCK)  # of a call that C++ replays
 
 _LISTS = LaunchCache()
 _LISTS.limit = 32
@@ -41,6 +47,8 @@ def in_order_kernel(
 ):  # fmt: skip
     """All parts of a sequence behind those of the one before it. A program lists those of BLOCK sequences."""
     first = tl.program_id(0) * BLOCK
+    if first >= sequences:
+        return
     before = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(0, first, BLOCK):
         others = start + tl.arange(0, BLOCK)
@@ -61,7 +69,10 @@ def longest_first_kernel(
     ends, parts, count, sequences, room, UNIT: tl.constexpr, FEWEST: tl.constexpr, PART_AT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The first parts of all sequences, then their second ones, those of the longest sequence first. A program lists those of BLOCK sequences."""
-    s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0) * BLOCK
+    if first >= sequences:
+        return
+    s = first + tl.arange(0, BLOCK)
     tokens = _tokens_of(ends, s, sequences)
     mine = _parts_of(tokens, s, sequences, UNIT, FEWEST)
     rank = tl.zeros((BLOCK,), tl.int32)  # how many sequences are longer
@@ -79,29 +90,39 @@ def longest_first_kernel(
         for start in tl.range(0, sequences, BLOCK):
             t = start + tl.arange(0, BLOCK)
             base += tl.sum((_parts_of(_tokens_of(ends, t, sequences), t, sequences, UNIT, FEWEST) > part).to(tl.int32), 0)
-    if tl.program_id(0) == 0:
+    if first == 0:
         tl.store(count, tl.minimum(base, room))
 
 
-def in_order(ends: Tensor, tokens: int, unit: int) -> tuple[Tensor, Tensor]:
-    """(parts of `unit` tokens, in the order of the batch, int32; how many, int32 `[1]`). ends: cu_seqlens `[B + 1]`. tokens: at most so many."""
-    return _listed(in_order_kernel, ends, tokens, unit, 0)
+class Offsets(NamedTuple):
+    """cu_seqlens `[B + 1]` of a batch of so many tokens. fewest: parts that a sequence has at least, 0 or 1."""
+
+    ends: Tensor
+    tokens: int
+    fewest: int
 
 
-def longest_first(ends: Tensor, tokens: int, unit: int) -> tuple[Tensor, Tensor]:
-    """The same with parts of one size next to each other, the largest first. An empty sequence has one part."""
-    kernel = longest_first_kernel if ends.shape[0] - 1 <= _MOST_SORTED else in_order_kernel
-    return _listed(kernel, ends, tokens, unit, 1)
+def in_order(offsets: Offsets, unit: int) -> tuple[Tensor, Tensor]:
+    """(parts of `unit` tokens, in the order of the batch, int32; how many, int32 `[1]`)."""
+    return _listed(in_order_kernel, offsets, unit)
 
 
-def _listed(kernel: triton.JITFunction, ends: Tensor, tokens: int, unit: int, fewest: int) -> tuple[Tensor, Tensor]:
+def longest_first(offsets: Offsets, unit: int) -> tuple[Tensor, Tensor]:
+    """The same with parts of one size next to each other, the largest first."""
+    return _listed(longest_first_kernel if offsets.ends.shape[0] - 1 <= _MOST_SORTED else in_order_kernel, offsets, unit)
+
+
+def _listed(kernel: triton.JITFunction, offsets: Offsets, unit: int) -> tuple[Tensor, Tensor]:
     def make() -> tuple[Tensor, Tensor]:
+        ends, tokens, fewest = offsets
         sequences = ends.shape[0] - 1
-        room = tokens // unit + sequences
-        parts = torch.empty(room, dtype=torch.int32, device=ends.device)
-        count = torch.empty(1, dtype=torch.int32, device=ends.device)
-        numbers = (unit, fewest, PART_AT, _BLOCK)
-        launch_any(kernel, triton.cdiv(sequences, _BLOCK), (ends, parts, count), (sequences, room), numbers, num_warps=4)
+        room = tokens + fewest * sequences
+        # a recorder counts memory by tokens; a call with empty parts is not recorded
+        parts, count = scratch((room,), torch.int32, ends.device, tokens), scratch((1,), torch.int32, ends.device)
+        numbers = varying((sequences, room), (SEQUENCES, QUERIES))
+        programs = max(1, min(_MOST_PROGRAMS, sequences)) if is_recorded() else triton.cdiv(sequences, _BLOCK)
+        constants = (unit, fewest, PART_AT, _BLOCK)
+        launch_any(kernel, programs, (ends, parts, count), numbers, constants, (_MOST_PROGRAMS, 1, 0), num_warps=4)
         return parts, count
 
-    return of_batch(_LISTS, (kernel, tokens, unit), (ends,), make)
+    return make() if is_recorded() else of_batch(_LISTS, (kernel, *offsets[1:], unit), (offsets.ends,), make)

@@ -263,10 +263,10 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
     query, key, value, cu_seqlens_q, cu_seqlens_k = call[:5]
     attn_bias, window, known = call[_BIAS], call[_WINDOW], None
     if window is not None:
-        # as plain numbers, by which a call is remembered; C++ replays none with a window
+        # as plain numbers, by which a call is remembered
         window = check_window(window)
         call = (*call[:_WINDOW], window, *call[_WINDOW + 1 :])
-    if attn_bias is None and window is None and not traced():
+    if attn_bias is None and not traced():
         known = replay.call_of(call, qkv)
         found = replay.replayed(known)
         if found is not None:

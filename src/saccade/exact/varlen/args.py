@@ -18,7 +18,7 @@ FULL, UPPER_LEFT, BOTTOM_RIGHT, FULL_BOTTOM_RIGHT = 0, 1, 2, 3
 ALIGNED_LAST = (BOTTOM_RIGHT, FULL_BOTTOM_RIGHT)
 HIDE_LATER = (UPPER_LEFT, BOTTOM_RIGHT)
 # those that C++ knows, as words
-ALIGNMENTS = ("full", "upper", "lower")
+ALIGNMENTS = ("full", "upper", "lower", "full lower")
 _BY_HEADS = Dims(None, 1)
 
 

@@ -17,16 +17,17 @@ from saccade.native.recording import Recorder
 
 _INPUTS = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
 _NAMES = VarlenCall._fields
+_WINDOW = _NAMES.index("window")
 _first = itemgetter(*map(_NAMES.index, ("max_seqlen_q", "max_seqlen_k", *_INPUTS, "dropout_p")))
 # what follows the alignment of a causal mask
 _options = itemgetter(*[i for i, name in enumerate(_NAMES) if i > _NAMES.index("causal") and name not in ("attn_bias", "window")])
 
 
 def call_of(call: tuple, qkv: Tensor | None) -> tuple:
-    """A call in the order of `VarlenCall`, without a bias or a window, as C++ looks it up: the longest lengths first, which are no part of what it is remembered
-    by; then its tensors, or `qkv` and one cu_seqlens; then its options."""
+    """A call in the order of `VarlenCall`, without a bias, as C++ looks it up: the longest lengths first, which are no part of what it is remembered
+    by; then its tensors, or `qkv` and one cu_seqlens; then its options, and its window as a word, which C++ compares."""
     first = _first(call) if qkv is None else (call[5], call[6], qkv, call[3], call[7])
-    return (*first, ALIGNMENTS[call[8]], *_options(call))
+    return (*first, ALIGNMENTS[call[8]], *_options(call), *(() if call[_WINDOW] is None else (str(call[_WINDOW]),)))
 
 
 def replayed(call: tuple) -> Tensor | None:
