@@ -154,3 +154,23 @@ def _wide(direction: str, element_size: int, arch: int, block_d: int) -> TokenCo
     if direction == "fwd":
         return TokenConfig(64, 64, 4, 2) if block_d <= 128 else TokenConfig(32, 32, 4)
     return TokenConfig(32, 32, 4) if block_d <= 128 else TokenConfig(16, 16, 4)
+
+
+# Whether token tiles in CUDA C++ (tokens_sm90.py) take calls on sm_90 in place of Triton's. No GPU has run them yet.
+TOKENS_SM90 = False
+
+
+class TokensSm90Config(NamedTuple):
+    """blocks: of a multiprocessor, which bound registers. step: keys of a warp of forward at a time."""
+
+    blocks: int
+    step: int = 64
+
+
+# (direction, D rounded up)
+TOKENS_SM90_CONFIGS = {
+    ("forward", 32): TokensSm90Config(5),
+    ("forward", 64): TokensSm90Config(4),
+    ("backward", 32): TokensSm90Config(4),
+    ("backward", 64): TokensSm90Config(3),
+}

@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.engine.calls import values_known
 from saccade.engine.window import NO_LIMIT
 from saccade.exact.args import AttentionArgs
+from saccade.exact.ragged import tokens_sm90
 from saccade.exact.ragged.call import RaggedCall
 from saccade.exact.ragged.config import MOST_EAGER, TILES, TOKENS_MAX_DIM, token_config
 from saccade.exact.ragged.launches import Gradients
@@ -158,12 +159,19 @@ def _survivors(call: RaggedCall, bounds: Tensor) -> Tensor:
     return bits
 
 
+def _drawn(args: VarlenArgs, bits: Tensor) -> Tensor | None:
+    return None if args.seed is None else bits
+
+
 def forward(call: RaggedCall, out: Tensor, lse: Tensor) -> None:
     """out and lse of all tokens."""
     args, config = call.args, token_config("fwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
     bounds = bounds_of(args.cu_seqlens_q, call.total_q)
-    tensors = (query, key, value, _survivors(call, bounds), bounds, out, lse)
+    bits = _survivors(call, bounds)
+    if tokens_sm90.forward(call, bounds, _drawn(args, bits), words_of(call), out, lse):
+        return
+    tensors = (query, key, value, bits, bounds, out, lse)
     numbers = (
         _heads(query, key, value, out), call.head_dim, args.scale, args.dropout_p, _rows(query, key, value, out), call.heads, call.group,
         config.tile, config.step, call.block_d, _alignment(args), has_window(args), args.seed is not None, call.masks_dims, config.stages,
@@ -180,6 +188,8 @@ def backward(call: RaggedCall, dout: Tensor, dlse: Tensor | None, out: Tensor, l
     strided = (query, key, value, dout, out, *gradients)
     bounds = bounds_of(args.cu_seqlens_q, call.total_q)
     bits = _survivors(call, bounds)
+    if tokens_sm90.backward(call, bounds, _drawn(args, bits), words_of(call), dout, dlse, out, lse, gradients):
+        return
     tensors = (query, key, value, bits, bounds, dout, out, lse, lse if dlse is None else dlse, *gradients)
     owners = call.heads // call.group
     numbers = (
