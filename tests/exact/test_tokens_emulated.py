@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import emulator
 import pytest
 import torch
@@ -14,6 +16,7 @@ from saccade.exact.ragged import call as ragged_call
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.testing.varlen_check import check_varlen
 from saccade.exact.varlen.args import BOTTOM_RIGHT, UPPER_LEFT
+from saccade.exact.varlen.problem import describe_varlen
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import CudaLaunch
 from saccade.testing.judge import report
@@ -180,3 +183,15 @@ def test_what_they_leave_to_triton(change, ran, monkeypatch):
     options = {name: change[name] for name in ("window", "scale") if name in change}
     saccade.attention_varlen(*made, ends, ends, 30, 30, backend="ragged", **options)
     assert not ran
+
+
+@pytest.mark.parametrize(("dim", "told"), [(32, True), (64, True), (36, False)])
+def test_explained(dim, told, ran, monkeypatch):
+    x, ends = torch.zeros(40, 2, dim).bfloat16(), torch.tensor([0, 40], dtype=torch.int32)
+    problem = describe_varlen(x, x, x, ends, ends, 40, 40, 0.0, 0, None, False, None, False, True, False)
+    problem = dataclasses.replace(problem, device_type="cuda", arch=90)
+    monkeypatch.setattr(backend, "obstacles", lambda architecture: ())
+    tokens = backend.RAGGED.form(problem).partition("beyond,")[0]
+    assert ("fwd: CUDA C++" in tokens, "bwd: CUDA C++" in tokens) == (told, told)
+    monkeypatch.setattr(config, "TOKENS_SM90", False)
+    assert "CUDA C++" not in backend.RAGGED.form(problem).partition("beyond,")[0]

@@ -17,7 +17,7 @@ from saccade.engine.window import NO_LIMIT
 from saccade.exact.long.config import rounded
 from saccade.exact.ragged import config
 from saccade.exact.ragged.call import RaggedCall
-from saccade.exact.ragged.config import TOKENS_MAX_DIM, TokensSm90Config
+from saccade.exact.ragged.config import TokensSm90Config
 from saccade.exact.varlen.args import HIDE_LATER
 from saccade.launch.cache import LaunchCache
 from saccade.launch.constants import LOG2E
@@ -62,9 +62,8 @@ def defines(
 def takes(call: RaggedCall, direction: str, *others: Tensor) -> bool:
     """Whether these kernels compute a direction of a call that token tiles take. others: out, or dout, out and the gradients."""
     args = call.args
-    if not config.TOKENS_SM90 or call.arch != 90 or call.size != 2 or call.block_d > TOKENS_MAX_DIM or call.head_dim % 8:
-        return False
-    if not args.scale > 0 or (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT):
+    window = (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT)
+    if not config.in_tokens_sm90(call.arch, call.size, call.head_dim, window) or not args.scale > 0:
         return False
     if obstacles(ARCHITECTURE) or failure_of(_named(call, direction)) is not None:
         return False

@@ -1,5 +1,5 @@
-// Tiles of tokens: a thread block takes TILE consecutive tokens of a head, whatever sequences they belong to, and each warp 16 of them. What the
-// kernels share: the bounds of tokens, the rows of their sequences in shared memory, the pairs that are seen.
+// Tiles of tokens: a thread block takes TILE consecutive tokens of a head, whatever sequences they belong to, and each warp 16 of them. The kernels
+// share the bounds of tokens, the rows of their sequences in shared memory, and the pairs that are seen.
 //
 // A warp multiplies the rows of its own tokens' sequences alone: at a mean of 20 tokens those are 41, and of all 64 tokens of a tile 89.
 // Rows of a tile in shared memory begin at any row of a chunk. A step of 16 rows from there reads up to 15 rows behind the last, which are zeros.
@@ -18,8 +18,7 @@ __device__ __forceinline__ int number_of(const void* given) {
     return int(reinterpret_cast<unsigned long long>(given));
 }
 
-// Of each token the first row of its sequence and the row behind its last, as `bounds_kernel` clamps them; both are the end of all behind the last
-// sequence.
+// The first row of each token's sequence, and the row behind its last, as `bounds_kernel` clamps them. Both are the end of all behind the last sequence.
 struct Bounds {
     const int *first, *last;
 
