@@ -31,7 +31,7 @@ _NM = ("nm_sparse/fused/*", "nm_sparse/cuda/*", "nm_sparse/masked/*", "nm_sparse
 _DMA = ("dynamic_mask/gather/*", "dynamic_mask/selection/*")
 SHAPES = (
     "bias_gradient.py", "call.py", "choice.py", "config.py", "launch.py", "launchers.py", "launches.py", "mask_bits.py", "plans_triton.py", "sm80.py",
-    "sm90.py", "token_launches.py",
+    "sm90.py", "token_launches.py", "tokens_sm90.py",
 )  # fmt: skip
 _WHOLE = ("exact/cpu.py", "encoders/*", "distributed/*")  # no kernels: every file counts
 # table, by the longest beginning that fits -> the code whose speed or accuracy it measures, below src/saccade

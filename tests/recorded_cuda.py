@@ -8,6 +8,7 @@ import struct
 from types import SimpleNamespace
 
 from saccade.exact.long import sm90
+from saccade.exact.ragged import tokens_sm90
 from saccade.exact.short import sm90 as short_sm90
 from saccade.nvrtc import Options, parameters_of
 from saccade.recorder import ACTIVE
@@ -28,11 +29,11 @@ class Stub:
         self.seen, self.function = seen, sum(name.encode())
         self.shape = SimpleNamespace(grid=grid, block=threads, shared_bytes=shared_bytes)
 
-    def __call__(self, *pointers: int, maps=()) -> None:
+    def __call__(self, *pointers: int, maps=(), grid: int = 0, follows=None) -> None:
         if ACTIVE.recorder is not None:
-            ACTIVE.recorder.cuda(self, pointers, maps)
-        grid = self.shape.grid if isinstance(self.shape.grid, tuple) else (self.shape.grid,)
-        extents = (*grid, 1, 1)[:3]
+            ACTIVE.recorder.cuda(self, pointers, maps, grid, follows)
+        shape = grid or self.shape.grid
+        extents = (*(shape if isinstance(shape, tuple) else (shape,)), 1, 1)[:3]
         self.seen.append((self.function, extents, self.shape.block, self.shape.shared_bytes, tuple(maps), (*pointers, *NUMBERS)))
 
 
@@ -43,6 +44,16 @@ def bound_of_long(found):
         dropout, packed = "_dropout" * (args.seed is not None), "_packed" * (args.query.dim() == 3)
         shared = sm90.shared_bytes(direction, 64, config)
         return Stub(found, f"{direction}{dropout}{packed}", (grid, 1), sm90.threads(direction, config), shared)
+
+    return bound
+
+
+def bound_of_tokens(found):
+    """In the place of `tokens_sm90._launch`."""
+
+    def bound(call, direction, tensors, dlse):
+        name = f"tokens_{direction}" + "_dropout" * (call.args.seed is not None)
+        return Stub(found, name, (1, 1), 2 * tokens_sm90.TILE, tokens_sm90.shared_bytes(direction, call.head_dim))
 
     return bound
 
@@ -74,6 +85,8 @@ def _parameters():
         yield f"{direction}_sm90", parameters_of(short_sm90.source(direction), f"{direction}_sm90", Options())
         for dropout in ("", "_dropout"):
             options = Options.of({"DROPOUT": bool(dropout)})
+            tokens = f"tokens_{direction}"
+            yield f"{tokens}{dropout}", parameters_of(tokens_sm90.source(direction), tokens, options)
             for packed in ("", "_packed"):
                 yield f"{direction}{dropout}{packed}", parameters_of(sm90.source(direction), f"long_{direction}_sm90", options)
 

@@ -110,7 +110,9 @@ class Cuda:
     def bind(self, numbers: dict[str, Any], dependent: bool = False) -> Callable[..., None]:
         """With the numbers that stay."""
         about = (*self.about, sorted(numbers.items()), dependent)
-        return lambda *pointers, maps=(): self.found.append(_shown((*about, pointers, maps)))
+        return lambda *pointers, maps=(), grid=0, follows=None: self.found.append(
+            _shown((*about, *[grid] * bool(grid), pointers, maps))
+        )
 
 
 def pretend(found: list[Any]) -> None:

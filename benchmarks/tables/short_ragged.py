@@ -2,12 +2,14 @@
 
 Lengths are drawn from a log-normal distribution (sigma 0.5), cut at the longest: most sequences are shorter than the mean, as in text. The roof counts the
 bytes of real tokens alone, at the bandwidth of a plain copy. Peers: torch's `varlen_attn`, FlashAttention-4's varlen function, and torch's dense
-function on the padded batch with a key-padding mask (what a program does that does not pack). Rows with the note `captured` are replays of a CUDA
+function on the padded batch with a key-padding mask (what a program does that does not pack). `tokens_sm90` has token tiles in CUDA C++, which `auto`
+does not choose yet. Rows with the note `captured` are replays of a CUDA
 graph: calls of small batches are host time otherwise.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +21,14 @@ from steps import NOT_RUN, capture, first_line, step
 from torch import Tensor
 
 import saccade
-from saccade.exact.ragged import launchers
+from saccade.engine import prepare
+from saccade.exact.ragged import config, launchers
 from saccade.exact.varlen.args import VarlenArgs
-from saccade.hardware import has_package
+from saccade.hardware import arch_of, has_package
 from saccade.testing.timing import Timing, measure
 
 HEADS = 12
+TOKENS = "tokens_sm90"  # token tiles in CUDA C++ at every size; eager beyond MOST_EAGER numbers it is `ragged`
 _MOST_PADDED = 2**33  # numbers of a padded tensor, beyond which it is not tried
 
 
@@ -70,7 +74,9 @@ def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
         roofs = _roofs(shape, int(lengths.sum()), bandwidth)
         found, ours = dict[str, float](), dict[str, Timing]()
         for name, call in _calls(shape, lengths, offsets).items():
-            for kind, timings in both_ways(name, call, repeat_ms).items():
+            with token_tiles_by_cuda(name == TOKENS):
+                timed = both_ways(name, call, repeat_ms)
+            for kind, timings in timed.items():
                 for direction, timing in timings.items():
                     row = Row("short_ragged", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note=kind)
                     writer.add(row)
@@ -78,10 +84,13 @@ def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
                     found[name] = timings["fwd"].p50 + timings["bwd"].p50
                     ours = timings if name == "ragged" else ours
             torch.cuda.empty_cache()
-        _kernels(writer, shape, offsets, roofs, repeat_ms)
+        _kernels(writer, "ragged", shape, offsets, roofs, repeat_ms)
+        with token_tiles_by_cuda(TOKENS in found):
+            if TOKENS in found:
+                _kernels(writer, TOKENS, shape, offsets, roofs, repeat_ms)
         if "ragged" not in found:
             continue
-        others = [(total, name) for name, total in found.items() if name not in ("ragged", "auto")]
+        others = [(total, name) for name, total in found.items() if name not in ("ragged", "auto", TOKENS)]
         gain = "no peer ran it"
         if others:
             gain = (
@@ -122,7 +131,19 @@ def _packed(shape: Shape, tokens: int) -> tuple[list[Tensor], Tensor]:
     return [x.requires_grad_() for x in made[:3]], made[3]
 
 
-def _kernels(writer: Writer, shape: Shape, offsets: Tensor, roofs: dict[str, float], repeat_ms: int) -> None:
+@contextlib.contextmanager
+def token_tiles_by_cuda(taken: bool) -> Iterator[None]:
+    """Token tiles in CUDA C++ in place of Triton's, wherever they take a call, which `auto` does not choose yet."""
+    before, config.TOKENS_SM90 = config.TOKENS_SM90, taken
+    prepare.forget()  # C++ would replay the launches of the others
+    try:
+        yield
+    finally:
+        config.TOKENS_SM90 = before
+        prepare.forget()
+
+
+def _kernels(writer: Writer, name: str, shape: Shape, offsets: Tensor, roofs: dict[str, float], repeat_ms: int) -> None:
     """Our launches without autograd."""
     (query, key, value), dout = _packed(shape, int(offsets[-1]))
     args = VarlenArgs(
@@ -133,7 +154,14 @@ def _kernels(writer: Writer, shape: Shape, offsets: Tensor, roofs: dict[str, flo
     backward = functools.partial(launchers.backward, args, dout, None, out, lse, bias_grad=False)
     for direction, call in (("fwd", functools.partial(launchers.forward, args)), ("bwd", backward)):
         timing = measure(call, warmup_ms=5, repeat_ms=repeat_ms)
-        writer.add(Row("short_ragged", str(shape), "ragged", direction, "bf16", *timing, roof_ms=roofs[direction], note="kernel"))
+        writer.add(Row("short_ragged", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note="kernel"))
+
+
+def _by_cuda(shape: Shape) -> bool:
+    """Whether token tiles in CUDA C++ take a row in a graph."""
+    numbers = int(shape.lengths().sum()) * shape.heads * shape.dim
+    fits = shape.dim <= config.TOKENS_MAX_DIM and shape.longest <= config.TILES[-1] and numbers <= config.MOST_TOKENS_SM90
+    return fits and arch_of(torch.device("cuda", torch.cuda.current_device())) == 90
 
 
 Prepared = tuple[list[Tensor], Tensor, Callable[[], Tensor]]
@@ -157,6 +185,11 @@ def _calls(shape: Shape, lengths: Tensor, offsets: Tensor) -> dict[str, Callable
 
     found = {
         "ragged": functools.partial(packed, functools.partial(saccade.attention_varlen, backend="ragged")),
+        **(
+            {TOKENS: functools.partial(packed, functools.partial(saccade.attention_varlen, backend="ragged"))}
+            if _by_cuda(shape)
+            else {}
+        ),
         "auto": functools.partial(packed, saccade.attention_varlen),
         "varlen_attn": functools.partial(packed, torch_packed),
         "sdpa_padded": padded,

@@ -31,12 +31,12 @@ def ready(call: Any, device: torch.device) -> Callable[..., None]:
     """A replacement for `CudaLaunch.ready` that takes pointers and runs on the CPU, so that host code runs as for a GPU."""
     assert device.type == "cpu"
 
-    def launch(*pointers: int, maps: Sequence[tuple] = ()) -> None:
+    def launch(*pointers: int, maps: Sequence[tuple] = (), grid: int = 0, follows: tuple | None = None) -> None:
         given = {
             **dict(zip(call.parameters.pointers, pointers, strict=True)),
             **dict(zip(call.parameters.maps, [tensor_map(*given) for given in maps], strict=True)),
         }
-        run(call._replace(arguments={**call.arguments, **given}))
+        run(call._replace(arguments={**call.arguments, **given}, grid=(grid, 1) if grid else call.grid))
 
     launch.enqueue = lambda stream, pointers: launch(*pointers)
     return launch

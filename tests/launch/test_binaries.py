@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from saccade.exact.long import mask_bits
-from saccade.exact.ragged import sm80
+from saccade.exact.ragged import sm80, tokens_sm90
+from saccade.exact.ragged.config import TOKENS_SM90_CONFIGS
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, VarlenArgs
 from saccade.nm_sparse import bias_rows, key_bits
 from saccade.nm_sparse.fused import last_wave
-from saccade.nvrtc import build, obstacles
+from saccade.nvrtc import Options, build, obstacles
 from tools.aot import SHARED_LIMIT
 from tools.cubin import Usage, resource_usage
 
@@ -40,6 +41,24 @@ def test_binaries_of_the_ragged_backward(key, causal, dtype, has_dlse, architect
     shared = sm80.shared_bytes(tile, dim, config.stages) + usage.shared
     assert 2 * tile * usage.registers <= 65536  # two warps for every 16 rows
     assert architecture == "120" or shared <= SHARED_LIMIT[int(architecture)]  # where it does not fit, `takes` declines
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(("grouped", "dlse"), [(False, False), (True, True)], ids=["plain", "grouped"])
+@pytest.mark.parametrize("dropout", [False, True], ids=["all", "dropout"])
+@pytest.mark.parametrize(("causal", "bf16"), [(False, True), (True, False)], ids=["full", "causal"])
+@pytest.mark.parametrize("key", TOKENS_SM90_CONFIGS, ids=str)
+def test_binaries_of_token_tiles(key, causal, bf16, dropout, grouped, dlse):
+    """As many blocks of a multiprocessor as the configuration says."""
+    direction, dim = key
+    shape = TOKENS_SM90_CONFIGS[key]
+    macros = tokens_sm90.defines(direction, dim, bf16, causal, dropout, shape, grouped, dlse)
+    usage = usage_of(tokens_sm90.source(direction), Options.of(macros), tokens_sm90.ARCHITECTURE)
+    # bytes of local memory. With grouped heads dK and dV are held while dQ is computed
+    assert usage.stack <= (64 if not grouped or direction == "forward" else 10 * dim)
+    assert shape.blocks * 2 * tokens_sm90.TILE * usage.registers <= 65536
+    shared = tokens_sm90.shared_bytes(direction, dim) + usage.shared
+    assert shape.blocks * (shared + 1024) <= SHARED_LIMIT[90] + 1024  # of each block the system has 1,024 bytes
 
 
 @TARGETS

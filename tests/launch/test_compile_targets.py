@@ -311,17 +311,23 @@ RAGGED = [
 ]  # fmt: skip
 
 
+SELECTION = ("count_kernel", "place_kernel", "delta_kernel", "clear_kernel", "in_order_kernel", "longest_first_kernel")
+
+
 def ragged_rows(arch: int) -> list[dict]:
     """The Triton kernels of packed sequences, forward and backward."""
     import torch
 
-    from saccade.exact.ragged import call, launchers, launches, plan
+    from saccade.exact.ragged import call, launchers, launches, plan, window_parts
     from saccade.exact.varlen.args import VarlenArgs
 
     call.arch_of, call.multiprocessors = lambda device: arch, lambda device: 132
     call.every_sequence = lambda ends, sequences: (ends, ends)  # its lists lie on a device
-    recorders = [Recorder(module, name) for module in (plan, launches) for name in list(vars(module)) if name.endswith("_kernel")]
+    modules = (plan, launches, window_parts)
+    recorders = [Recorder(module, name) for module in modules for name in list(vars(module)) if name.endswith("_kernel")]
     rows = []
+    for listed in (window_parts.in_order, window_parts.longest_first):
+        listed(window_parts.Offsets(torch.empty(2000, dtype=torch.int32, device="meta"), 5000, 0), 128)
     for longest, dim, dtype, features in sampled(RAGGED, arch, {1, 4}):
         make = functools.partial(torch.empty, device="meta")
         dense = "dense" in features
@@ -339,7 +345,7 @@ def ragged_rows(arch: int) -> list[dict]:
             launches.clearing(call.RaggedCall(args), query, key, value).run(call.RaggedCall(args))
         name = "ragged-float32" if dtype == "float32" else "ragged-features" if features else "ragged"
         for recorder in recorders:
-            selection = recorder.__name__ in ("count_kernel", "place_kernel", "delta_kernel", "clear_kernel")
+            selection = recorder.__name__ in SELECTION
             rows += [{**row, "problem": "selection"} if selection else row for row in recorder.rows(name, arch)]
             recorder.calls.clear()
     return rows

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 import torch
-from recorded_cuda import bound_of_long
+from recorded_cuda import NUMBERS, bound_of_long, bound_of_tokens
 from recorded_triton import number_of, recording
 
 import saccade
 from saccade import native
 from saccade.exact.long import config, sm90
-from saccade.exact.ragged import launchers
-from saccade.exact.ragged.call import every_sequence
+from saccade.exact.ragged import launchers, token_launches, tokens_sm90
+from saccade.exact.ragged.call import RaggedCall, every_sequence
 from saccade.native.recording import Recorder
 
 HEADS = 3
@@ -128,3 +128,40 @@ def test_a_single_token_is_left_to_python(seen):
         saccade.attention_varlen(q, k, v, ends_q, ends_k, 1, 200, backend="ragged")
     assert len(seen) == 4
     assert len(native.calls) == 0
+
+
+@pytest.fixture
+def tokens(monkeypatch):
+    """Token tiles take every call, in CUDA C++."""
+    made = recording(monkeypatch, with_cuda=True)
+    found = next(made)
+    monkeypatch.setattr(RaggedCall, "eager_tokens", property(lambda call: True))
+    monkeypatch.setattr(tokens_sm90, "takes", lambda call, direction, *others: True)
+    monkeypatch.setattr(tokens_sm90, "_launch", bound_of_tokens(found))
+    token_launches._KNOWN.clear()
+    yield found
+    next(made, None)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}], ids=["plain", "dropout"])
+def test_token_tiles(tokens, options, packed, monkeypatch):
+    """Blocks follow from the tokens."""
+    run(tokens, batch([5, 9, 1], 32, packed), **options)
+    run(tokens, batch([5, 3, 2, 1], 32, packed), **options)
+    assert len(native.calls) == 1
+    kind, words = "_dropout" * bool(options), [1] * bool(options)
+    for lengths in ([12, 3, 8, 16], [16] * 40, [1]):
+        given = batch(lengths, 32, packed)
+        with monkeypatch.context() as patch:
+            patch.setattr("saccade.exact.varlen.api._prepare", lambda *given: pytest.fail("Python makes the call"))
+            patch.setattr(launchers, "backward", lambda *given: pytest.fail("Python makes the gradient"))
+            found = [x for x in run(tokens, given, **options) if len(x) == 6]  # those of CUDA C++
+        total = sum(lengths) + 1
+        assert [x[0] for x in found] == [number_of(f"tokens_{name}{kind}") for name in ("forward", "backward")]
+        for name, (_, extents, threads, shared, maps, arguments) in zip(("forward", "backward"), found, strict=True):
+            assert (extents, threads, shared) == ([-(-total // 64) * HEADS, 1, 1], 128, tokens_sm90.shared_bytes(name, 32))
+            assert not maps
+            assert arguments[:3] == ["q", "k", "v"]
+            assert {"dout", "dq", "dk", "dv"} <= {*arguments} if name == "backward" else "out" in arguments
+            assert arguments[-len(NUMBERS) - 1 - len(words) :] == [total, *words, *NUMBERS]

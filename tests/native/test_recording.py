@@ -29,12 +29,12 @@ from saccade.recorder import ACTIVE
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are stubs on a CPU")
 
 
-def launch(*pointers, maps=()) -> None:
+def launch(*pointers, maps=(), **blocks) -> None:
     """A launch of CUDA C++, as `Bound` tells of it. Tensors stand for their addresses."""
     shape = SimpleNamespace(grid=3, block=128, shared_bytes=0)
     bound = SimpleNamespace(function=7, shape=shape, dependent=False, numbers=(11,))
     given = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in pointers]
-    ACTIVE.recorder.cuda(bound, given, [(x.data_ptr(), *how) for x, *how in maps])
+    ACTIVE.recorder.cuda(bound, given, [(x.data_ptr(), *how) for x, *how in maps], **blocks)
 
 
 def places(planned: Planned, which: int = 0) -> list:
@@ -54,6 +54,16 @@ def test_each_address_is_a_tensor_and_an_offset():
     assert (found.slots[-1], found.values[-1]) == (FIXED, 11)
     assert found.moved == ((1, 0, (4, 8), (32,), (1, 8)),)
     assert planned == Planned([found])
+
+
+def test_blocks_that_follow_from_the_tokens():
+    """Unless nobody says how: other calls would be launched with the blocks of this one."""
+    query, out = torch.zeros(4, 8), torch.zeros(4, 8)
+    for follows, expected in (((6, 0, 64), ((6, 1, 1), 0, 64)), (None, None)):
+        with Recorder() as recorder:
+            launch(query, out, grid=18, follows=follows)
+        planned = recorder.planned((query, out), 1)
+        assert (planned and (planned.launches[0].grid, planned.launches[0].per_sequence, planned.launches[0].tile)) == expected
 
 
 def test_views_of_one_tensor():

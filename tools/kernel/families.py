@@ -33,7 +33,7 @@ FAMILIES = {
         (("attention", "short", 1024, 12, 128, 128, 64), ("attention", "short", 4096, 12, 1, 128, 64)),
     ),
     "exact/ragged": Family(
-        ("exact/test_ragged.py", "exact/test_varlen.py", "exact/test_tokens.py", _BINARIES),
+        ("exact/test_ragged.py", "exact/test_varlen.py", "exact/test_tokens.py", "exact/test_tokens_emulated.py", _BINARIES),
         (("attention", "ragged", 256, 12, 128, 128, 64), ("attention_varlen", "ragged", 1024, 12, 100, 100, 64)),
     ),
     "exact/long": Family(

@@ -8,10 +8,13 @@ from typing import Any
 from saccade.native.described import ADDRESS, FIXED, MOST_ARGUMENTS, MOST_MAPS, Described, Moved, Number
 
 
-def describe(bound: Any, pointers: Sequence[int], maps: Sequence[tuple]) -> Described | None:
+def describe(
+    bound: Any, pointers: Sequence[int], maps: Sequence[tuple], follows: tuple[int, int, int] | None = None
+) -> Described | None:
     """The launch, with addresses in the place of tensors; None for one that needs more than a plain launch.
 
-    pointers: addresses, and a `Number` in the place of a pointer. maps: (address, sizes, strides, box) of each.
+    pointers: addresses, and a `Number` in the place of a pointer. maps: (address, sizes, strides, box) of each. follows: (blocks, per_sequence, tile)
+        of `Described`, where blocks change from call to call.
     """
     numbers = bound.numbers
     if bound.dependent or len(maps) > MOST_MAPS or len(pointers) + len(numbers) > MOST_ARGUMENTS:
@@ -22,7 +25,9 @@ def describe(bound: Any, pointers: Sequence[int], maps: Sequence[tuple]) -> Desc
     moved = tuple([Moved(ADDRESS, at, tuple(map(_size, sizes)), strides, box) for at, sizes, strides, box in maps])
     slots = [x.slot if isinstance(x, Number) else ADDRESS for x in pointers] + [FIXED] * len(numbers)
     values = [0 if slot < FIXED else int(x) for x, slot in zip((*pointers, *numbers), slots, strict=True)]
-    return Described(bound.function, (*grid, 1, 1)[:3], block[0], bound.shape.shared_bytes, tuple(slots), tuple(values), moved)
+    blocks, *rule = follows or (0,)
+    shape = (blocks, 1, 1) if follows else (*grid, 1, 1)[:3]
+    return Described(bound.function, shape, block[0], bound.shape.shared_bytes, tuple(slots), tuple(values), moved, *rule)
 
 
 def _size(size: int) -> int:

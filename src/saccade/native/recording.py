@@ -106,10 +106,19 @@ class Recorder:
         programs, *rule = follows
         self.triton(compiled, (programs, 1, 1), tensors, (*addresses, *changing, *numbers), *rule)
 
-    def cuda(self, bound: Any, pointers: Sequence[int], maps: Sequence[tuple]) -> None:
-        """A launch of a CUDA C++ kernel, with its arguments as `Bound` takes them."""
+    def cuda(
+        self,
+        bound: Any,
+        pointers: Sequence[int],
+        maps: Sequence[tuple],
+        grid: int = 0,
+        follows: tuple[int, int, int] | None = None,
+    ) -> None:
+        """A launch of a CUDA C++ kernel, with its arguments as `Bound` takes them. follows: as in `triton_any`."""
+        if grid and follows is None:
+            self.refused = True  # other calls would be launched with the blocks of this one
         if not self.refused:
-            self._add(cuda.describe(bound, pointers, maps))
+            self._add(cuda.describe(bound, pointers, maps, follows))
 
     def _add(self, launch: Described | None) -> None:
         if launch is None:

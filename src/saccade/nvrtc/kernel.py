@@ -192,23 +192,28 @@ class Bound:
         """The bytes of each bound number, as a whole number of eight bytes."""
         return tuple([int.from_bytes(bytes(n).ljust(8, b"\0"), "little", signed=True) for n in self._numbers])
 
-    def __call__(self, *pointers: int, maps: Sequence[tuple] = ()) -> None:
+    def __call__(
+        self, *pointers: int, maps: Sequence[tuple] = (), grid: int = 0, follows: tuple[int, int, int] | None = None
+    ) -> None:
         """Enqueue the kernel on torch's current stream of its device. The caller keeps the tensors alive until it is enqueued. maps: the arguments of
-        `tensor_map` for each."""
+        `tensor_map` for each. grid: blocks, where their number changes from call to call; it is then given at each. follows: for a recorder, how it
+        follows from what changes (`Described`)."""
         if len(pointers) != self._count or len(maps) != self._maps:
             raise InvalidArgument(
                 f"kernel {self._name} takes {self._maps} maps and {self._count} pointers, got {len(maps)} and {len(pointers)}"
             )
-        on_current_stream(self._index, self.enqueue, pointers, [tensor_map(*given) for given in maps])
+        on_current_stream(self._index, self.enqueue, pointers, [tensor_map(*given) for given in maps], grid)
         if ACTIVE.recorder is not None:
-            ACTIVE.recorder.cuda(self, pointers, maps)
+            ACTIVE.recorder.cuda(self, pointers, maps, grid, follows)
 
-    def enqueue(self, stream: int, pointers: tuple[int, ...], maps: Sequence[TensorMap] = ()) -> None:
+    def enqueue(self, stream: int, pointers: tuple[int, ...], maps: Sequence[TensorMap] = (), grid: int = 0) -> None:
         """The same on a stream given by its address, with the device's context already current (see `on_current_stream`); for one
         of several launches."""
         with self._lock:
             if maps:
                 self._write_maps(self._places, 0, *[m.address for m in maps])  # the driver reads them from there
+            if grid:
+                self._config.gridDimX = grid
             if stream != self._stream:
                 self._config.hStream, self._stream = self._as_stream(stream), stream
             self._write(self._pointers, 0, *pointers)

@@ -10,6 +10,8 @@ import torch
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.rule import Rule, square, table, taken
 from saccade.engine.window import ends_of, shown_window
+from saccade.exact.long.config import rounded
+from saccade.exact.ragged import config
 from saccade.exact.ragged.config import (
     FASTER_IN_CHUNKS,
     MAX_HEAD_DIM,
@@ -23,6 +25,7 @@ from saccade.exact.ragged.config import (
 )
 from saccade.launch.requirements import triton_reasons
 from saccade.launch.triton import pow2
+from saccade.nvrtc import obstacles
 
 if TYPE_CHECKING:
     from saccade.exact.varlen.problem import VarlenProblem
@@ -94,11 +97,12 @@ def _describe_buckets(problem: VarlenProblem) -> str:
 
 
 def _describe_window(problem: VarlenProblem) -> str:
-    from saccade.exact.long import choice, config
+    from saccade.exact.long import choice
+    from saccade.exact.long import config as long_config
 
     kind = choice.kind_of_packed(problem)
     window = choice.window_of(ends_of(problem.window), problem.causal)
-    if window is None or sum(window) > config.TIMED_REACH or not choice.takes(kind):
+    if window is None or sum(window) > long_config.TIMED_REACH or not choice.takes(kind):
         return _describe_tokens(problem)
     return ", ".join(
         [f"{d}: {choice.chunks(d, kind)}" for d in (("forward", "backward") if problem.needs_grad else ("forward",))]
@@ -108,6 +112,9 @@ def _describe_window(problem: VarlenProblem) -> str:
 def _describe_tokens(problem: VarlenProblem) -> str:
     block, size = _block(problem.head_dim), problem.dtype.itemsize
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
+    if config.in_tokens_sm90(problem.arch, size, problem.head_dim, problem.window is not None) and not obstacles("90a"):
+        shapes = {d: config.TOKENS_SM90_CONFIGS[_DIRECTIONS[d], rounded(problem.head_dim)] for d in directions}
+        return ", ".join([f"{d}: CUDA C++ {shape}" for d, shape in shapes.items()])
     return ", ".join([f"{d}: {token_config(d, size, problem.arch, block)}" for d in directions])
 
 

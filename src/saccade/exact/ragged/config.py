@@ -154,3 +154,30 @@ def _wide(direction: str, element_size: int, arch: int, block_d: int) -> TokenCo
     if direction == "fwd":
         return TokenConfig(64, 64, 4, 2) if block_d <= 128 else TokenConfig(32, 32, 4)
     return TokenConfig(32, 32, 4) if block_d <= 128 else TokenConfig(16, 16, 4)
+
+
+# Whether token tiles in CUDA C++ (tokens_sm90.py) take calls on sm_90 in place of Triton's, and numbers (as of MOST_EAGER) of short sequences up to which
+# they do in CUDA graphs. No GPU has run them yet. Read at each call.
+TOKENS_SM90 = False
+MOST_TOKENS_SM90 = 2**28
+
+
+def in_tokens_sm90(arch: int, element_size: int, head_dim: int, window: bool) -> bool:
+    """Whether these are the token tiles of a call that token tiles compute, if 16-byte copies can address its tensors."""
+    return TOKENS_SM90 and arch == 90 and element_size == 2 and head_dim <= TOKENS_MAX_DIM and head_dim % 8 == 0 and not window
+
+
+class TokensSm90Config(NamedTuple):
+    """blocks: of a multiprocessor, which bound registers. step: keys of a warp of forward at a time."""
+
+    blocks: int
+    step: int = 64
+
+
+# (direction, D rounded up)
+TOKENS_SM90_CONFIGS = {
+    ("forward", 32): TokensSm90Config(5),
+    ("forward", 64): TokensSm90Config(4),
+    ("backward", 32): TokensSm90Config(4),
+    ("backward", 64): TokensSm90Config(3),
+}

@@ -12,6 +12,7 @@ from saccade.engine.calls import values_known
 from saccade.engine.window import NO_LIMIT
 from saccade.exact.args import AttentionArgs
 from saccade.exact.long.choice import window_of
+from saccade.exact.ragged import config, tokens_sm90
 from saccade.exact.ragged.call import RaggedCall
 from saccade.exact.ragged.config import MOST_EAGER, TILES, TOKENS_MAX_DIM, token_config
 from saccade.exact.ragged.launches import Gradients
@@ -43,7 +44,11 @@ def takes(call: RaggedCall) -> bool:
     numbers = call.total_q * call.heads * call.block_d
     if not capture_id(args.query.device):
         return call.eager_tokens and numbers <= MOST_EAGER
-    return call.total_q == call.total_k and numbers <= MOST_NUMBERS
+    short = max(args.max_q, args.max_k) <= TILES[-1]
+    most = (
+        config.MOST_TOKENS_SM90 if short and config.in_tokens_sm90(call.arch, call.size, call.head_dim, False) else MOST_NUMBERS
+    )
+    return call.total_q == call.total_k and numbers <= most
 
 
 # (id of cu_seqlens, capture) -> (the tensor, its version, bounds)
@@ -156,33 +161,42 @@ def _survivors(call: RaggedCall, bounds: Tensor) -> Tensor:
     return bits
 
 
+def _drawn(args: VarlenArgs, bits: Tensor) -> Tensor | None:
+    return None if args.seed is None else bits
+
+
 def forward(call: RaggedCall, out: Tensor, lse: Tensor) -> None:
     """out and lse of all tokens."""
-    args, config = call.args, token_config("fwd", call.size, call.arch, call.block_d)
+    args, shape = call.args, token_config("fwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
     bounds = bounds_of(args.cu_seqlens_q, call.total_q)
-    tensors = (query, key, value, _survivors(call, bounds), bounds, out, lse)
+    bits = _survivors(call, bounds)
+    if tokens_sm90.forward(call, bounds, _drawn(args, bits), words_of(call), out, lse):
+        return
+    tensors = (query, key, value, bits, bounds, out, lse)
     numbers = (
         _heads(query, key, value, out), call.head_dim, args.scale, args.dropout_p, _rows(query, key, value, out), call.heads, call.group,
-        config.tile, config.step, call.block_d, _alignment(args), has_window(args), args.seed is not None, call.masks_dims, config.stages,
+        shape.tile, shape.step, call.block_d, _alignment(args), has_window(args), args.seed is not None, call.masks_dims, shape.stages,
         call.precision,
     )  # fmt: skip
     varied = _varying(call, words_of(call))
-    TokenLaunch(forward_tokens_kernel, config.tile, call.heads, tensors, varied, numbers, config.warps).run(call.total_q)
+    TokenLaunch(forward_tokens_kernel, shape.tile, call.heads, tensors, varied, numbers, shape.warps).run(call.total_q)
 
 
 def backward(call: RaggedCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients) -> None:
     """Every gradient of all tokens."""
-    args, config = call.args, token_config("bwd", call.size, call.arch, call.block_d)
+    args, shape = call.args, token_config("bwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
     strided = (query, key, value, dout, out, *gradients)
     bounds = bounds_of(args.cu_seqlens_q, call.total_q)
     bits = _survivors(call, bounds)
+    if tokens_sm90.backward(call, bounds, _drawn(args, bits), words_of(call), dout, dlse, out, lse, gradients):
+        return
     tensors = (query, key, value, bits, bounds, dout, out, lse, lse if dlse is None else dlse, *gradients)
     owners = call.heads // call.group
     numbers = (
-        _heads(*strided), call.head_dim, args.scale, args.dropout_p, _rows(*strided), owners, call.group, config.tile, config.step,
+        _heads(*strided), call.head_dim, args.scale, args.dropout_p, _rows(*strided), owners, call.group, shape.tile, shape.step,
         call.block_d, _alignment(args), has_window(args), args.seed is not None, dlse is not None, call.masks_dims, call.precision,
     )  # fmt: skip
     varied = _varying(call, words_of(call))
-    TokenLaunch(backward_tokens_kernel, config.tile, owners, tensors, varied, numbers, config.warps).run(call.total_q)
+    TokenLaunch(backward_tokens_kernel, shape.tile, owners, tensors, varied, numbers, shape.warps).run(call.total_q)

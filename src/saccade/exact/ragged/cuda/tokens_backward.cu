@@ -1,0 +1,288 @@
+// Gradients of packed sequences by tiles of tokens: dq, dk and dv of TILE consecutive tokens of a key head a thread block, without atomics.
+//
+//   P = exp(scale Q K^T - lse)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dK = scale dS^T Q    dQ = scale dS K
+//   delta = rowsum(dO O) - dlse
+//
+// shared memory:   | Q | dO | K | V: ROWS rows each | -lse in base 2 and delta of each row of Q |
+//
+// A warp takes its 16 tokens as queries, over the keys of their sequences, and then as keys, over the queries of the same rows, transposed: three and
+// four products, and no sum leaves the warp. All rows that a tile needs are asked for at once, with delta computed while they travel, and waited for once.
+// If a tile's sequences have more than MOST rows, its own rows stay in one pair of tiles and chunks of the others pass through the other pair.
+// With GROUPED heads dK and dV of all query heads of a key head add up in registers.
+// Source: FlashAttention-2 (Dao 2023), algorithm 2; traffic: q, k, v, dout, out, lse in, dq, dk, dv out, but for what neighbours share in L2.
+//
+// Compiled with the macros of tokens.cuh, HAS_DLSE, GROUPED, BLOCKS (of a multiprocessor, which bounds registers), SHARED_BYTES.
+#include "tokens.cuh"
+
+static_assert(SHARED_BYTES == 4 * TILE_BYTES + 8 * ROWS, "what the launch asks for");
+
+struct BackwardShared {
+    u32 base;
+    float2* numbers;  // of each row of Q: -lse in base 2, and delta
+
+    __device__ __forceinline__ u32 query() const { return base; }
+    __device__ __forceinline__ u32 dout() const { return base + TILE_BYTES; }
+    __device__ __forceinline__ u32 key() const { return base + 2 * TILE_BYTES; }
+    __device__ __forceinline__ u32 value() const { return base + 3 * TILE_BYTES; }
+};
+
+// nobody has checked the offsets
+__device__ __forceinline__ int inside_tile(int row) {
+    return min(max(row, 0), ROWS - 1);
+}
+
+// 16 bytes of a row of out times the same of dout
+__device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
+    const u32 left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 a = floats_of(left[i]), b = floats_of(right[i]);
+        sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
+    }
+    return sum;
+}
+
+// what the rows of a query head are loaded from
+struct QueryHead {
+    const Rows query, dout, out;
+    const float *lse, *dlse;
+    const int head_dim;
+
+    // Starts the copies of rows of Q and dO, from token `first` on, and computes their numbers: dO is read twice, but nothing waits for the copies.
+    __device__ __forceinline__ void load(const BackwardShared& shared, int first, int rows) const {
+        copy_rows(shared.query(), query, shared.dout(), dout, first, rows, 15, head_dim);
+#pragma unroll 4
+        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+            const int row = i / CHUNKS, chunk = i % CHUNKS;
+            const bool inside = row < rows && 8 * chunk < head_dim;
+            uint4 o{}, d{};
+            if (inside) {
+                o = *reinterpret_cast<const uint4*>(out.row(first + row) + 8 * chunk);
+                d = *reinterpret_cast<const uint4*>(dout.row(first + row) + 8 * chunk);
+            }
+            float delta = dot(o, d);
+#pragma unroll
+            for (int lanes = 1; lanes < CHUNKS; lanes *= 2) delta += __shfl_xor_sync(~0u, delta, lanes);
+            if (chunk) continue;
+            float log_sum = MINUS_INFINITY;
+            if (row < rows) {
+                log_sum = lse[first + row];
+                if (HAS_DLSE) delta -= dlse[first + row];
+            }
+            // a row without a key has weights of 0, and not NaN
+            shared.numbers[row] = make_float2(log_sum == MINUS_INFINITY ? MINUS_INFINITY : -log_sum * LOG2E, delta);
+        }
+    }
+};
+
+struct Gradient {
+    Number* at;
+    Strides strides;
+
+    __device__ __forceinline__ void write(const float (&d)[HEAD_DIM / 2], const Own& own, int head, float factor, int head_dim) const {
+#pragma unroll
+        for (int h = 0; h < 2; h++) store_row<HEAD_DIM>(d, h, factor, at + strides.at(own.token + 8 * h, head), head_dim, own.there[h]);
+    }
+};
+
+// 16 tokens of a warp. As rows of products they are queries or keys, which see a range of the others each.
+struct Tokens {
+    const BackwardShared& shared;
+    const int lane;
+    const float exponent;  // scale * log2(e)
+    const Survivors survivors;
+    u32 left[HEAD_DIM / 16][4], right[HEAD_DIM / 16][4];  // Q and dO of the queries, or K and V of the keys
+
+    __device__ __forceinline__ Tokens(const BackwardShared& shared, int lane, float exponent, const Survivors& survivors)
+        : shared(shared), lane(lane), exponent(exponent), survivors(survivors) {}
+
+    // row: of the warp's first token; those outside of the group may lie outside of the tile, and nobody reads their results
+    __device__ __forceinline__ void take(u32 one, u32 other, int row) {
+        const int inside = inside_tile(row + lane / 8 % 2 * 8 + lane % 8);
+        const u32 first = chunk_at(one, inside, lane / 16), second = chunk_at(other, inside, lane / 16);
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 16; i++) load_matrices(left[i], at_step(first, i)), load_matrices(right[i], at_step(second, i));
+    }
+
+    // as queries, N keys from token `key` on, in `row` of the tiles: dQ += dS K
+    template <int N>
+    __device__ __forceinline__ void keys(float (&dquery)[HEAD_DIM / 2], const Own& own, const Range (&seen)[2], const float2 (&numbers)[2], int key, int row) {
+        float p[N / 2], dp[N / 2];
+        multiply_rows<N>(p, left, shared.key(), row, lane);
+        multiply_rows<N>(dp, right, shared.value(), row, lane);
+        const int column = key + lane % 4 * 2;
+        u32 kept[2] = {};
+        if (DROPOUT) {
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                if (own.there[h]) kept[h] = survivors.of_query(own.token + 8 * h, own.first[h], key) >> lane % 4 * 2;
+        }
+#pragma unroll
+        for (int e = 0; e < N / 2; e++) {
+            const float2& row_numbers = numbers[half_of(e)];
+            p[e] = seen[half_of(e)].has(column_at(column, e)) ? exp2_fast(fmaf(p[e], exponent, row_numbers.x)) : 0.0f;
+            if (DROPOUT) dp[e] = kept[half_of(e)] >> column_at(0, e) % 32 & 1 ? dp[e] * survivors.inverse : 0.0f;
+            p[e] *= dp[e] - row_numbers.y;
+        }
+        u32 dscores[N / 4];
+        round_weights<N>(dscores, p);
+        add_rows<N>(dquery, dscores, shared.key(), row, lane);
+    }
+
+    // as keys, N queries from token `query` on: dV += P^T dO, dK += dS^T Q
+    template <int N>
+    __device__ __forceinline__ void queries(float (&dkey)[HEAD_DIM / 2], float (&dvalue)[HEAD_DIM / 2], const Own& own, const Range (&seen)[2], int query, int row) {
+        float p[N / 2], dp[N / 2];
+        multiply_rows<N>(p, left, shared.query(), row, lane);
+        multiply_rows<N>(dp, right, shared.dout(), row, lane);
+        const int column = query + lane % 4 * 2;
+        const float2* numbers = shared.numbers + row + lane % 4 * 2;
+        u32 weights[N / 4], dscores[N / 4];
+#pragma unroll
+        for (int i = 0; i < N / 8; i++) {
+            const float2 pair[2] = {numbers[8 * i], numbers[8 * i + 1]};
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float kept[2], ds[2];
+#pragma unroll
+                for (int b = 0; b < 2; b++) {
+                    const int e = 4 * i + 2 * h + b, other = column + 8 * i + b;
+                    const bool sees = seen[h].has(other);
+                    const float weight = sees ? exp2_fast(fmaf(p[e], exponent, pair[b].x)) : 0.0f;
+                    float dweight = dp[e];
+                    kept[b] = weight;
+                    if (DROPOUT) {
+                        const float inverse = sees && survivors.has(other, own.first[h], own.token + 8 * h) ? survivors.inverse : 0.0f;
+                        kept[b] *= inverse;
+                        dweight = inverse == 0.0f ? 0.0f : dweight * inverse;
+                    }
+                    ds[b] = weight * (dweight - pair[b].y);
+                }
+                weights[2 * i + h] = pack(kept[0], kept[1]);
+                dscores[2 * i + h] = pack(ds[0], ds[1]);
+            }
+        }
+        add_rows<N>(dvalue, weights, shared.dout(), row, lane);
+        add_rows<N>(dkey, dscores, shared.query(), row, lane);
+    }
+
+    __device__ __forceinline__ void walk_keys(float (&dquery)[HEAD_DIM / 2], const Own& own, const float2 (&numbers)[2], int key, int end, int row) {
+        const Range seen[2] = {own.keys(0, end), own.keys(1, end)};
+#pragma unroll 1
+        for (; end - key > 16; key += 32, row += 32) keys<32>(dquery, own, seen, numbers, key, row);
+        if (end > key) keys<16>(dquery, own, seen, numbers, key, row);
+    }
+    __device__ __forceinline__ void walk_queries(float (&dkey)[HEAD_DIM / 2], float (&dvalue)[HEAD_DIM / 2], const Own& own, int query, int end, int row) {
+        const Range seen[2] = {own.queries(0, end), own.queries(1, end)};
+#pragma unroll 1
+        for (; end - query > 16; query += 32, row += 32) queries<32>(dkey, dvalue, own, seen, query, row);
+        if (end > query) queries<16>(dkey, dvalue, own, seen, query, row);
+    }
+};
+
+__device__ __forceinline__ void clear(float (&d)[HEAD_DIM / 2]) {
+#pragma unroll
+    for (int e = 0; e < HEAD_DIM / 2; e++) d[e] = 0.0f;
+}
+
+// all copies are there, and what was computed meanwhile
+__device__ __forceinline__ void await_rows() {
+    copies_commit();
+    copies_wait<0>();
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    tokens_backward(const Number* query, const Number* key, const Number* value, const int* bounds_of_tokens, const Number* dout, const Number* out,
+                    const float* lse, const float* dlse, Number* dquery, Number* dkey, Number* dvalue,
+#if DROPOUT
+                    const u32* bits,
+#endif
+                    const void* tokens,
+#if DROPOUT
+                    const void* words,
+#endif
+                    long long query_row, long long query_head, long long key_row, long long key_head, long long value_row, long long value_head,
+                    long long dout_row, long long dout_head, long long out_row, long long out_head, long long dquery_row, long long dquery_head,
+                    long long dkey_row, long long dkey_head, long long dvalue_row, long long dvalue_head,
+#if DROPOUT
+                    float inverse,
+#endif
+                    int owners, int group_size, int head_dim, float scale) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    const BackwardShared shared{shared_address(memory), reinterpret_cast<float2*>(memory + 4 * TILE_BYTES)};
+    const int total = number_of(tokens), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int tile = blockIdx.x / u32(owners), owner = blockIdx.x - tile * owners, begin = tile * TILE, members = GROUPED ? group_size : 1;
+    const Rows k(key, {key_row, key_head}, owner), v(value, {value_row, value_head}, owner);
+    const Gradient to_query{dquery, {dquery_row, dquery_head}}, to_key{dkey, {dkey_row, dkey_head}}, to_value{dvalue, {dvalue_row, dvalue_head}};
+    const Bounds bounds(bounds_of_tokens, total);
+    bool used = false;  // others may read the tiles yet
+#pragma unroll 1
+    for (Groups group(bounds, begin, total); group.are_left();) {
+        const Own own(bounds, group, begin + 16 * warp, lane);
+        // the keys that the tile's queries see, and the queries that see its keys
+        const int k_low = group.low, k_high = CAUSAL ? max(k_low, min(group.high, group.stop)) : group.high;
+        const int q_low = CAUSAL ? max(group.low, group.begin) : group.low, q_high = max(q_low, group.high);
+        const bool whole = max(k_high - k_low, q_high - q_low) <= MOST;
+        float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
+        clear(dk), clear(dv);
+        bool found_nan = false;
+#pragma unroll 1
+        for (int member = 0; member < members; member++) {
+            const int head = owner * members + member;
+            const QueryHead from{Rows(query, {query_row, query_head}, head), Rows(dout, {dout_row, dout_head}, head), Rows(out, {out_row, out_head}, head),
+                                 lse + (long long)head * total, dlse + (long long)head * total, head_dim};
+            Survivors survivors{};
+#if DROPOUT
+            survivors = {bits + (long long)head * total * number_of(words), number_of(words), inverse};
+#endif
+            Tokens warp_tokens(shared, lane, scale * LOG2E, survivors);
+            float dq[HEAD_DIM / 2];
+            float2 numbers[2] = {};
+            clear(dq);
+            const int q_start = whole ? q_low : group.begin;  // the token in row 0 of Q
+#pragma unroll 1
+            for (int start = k_low; start < k_high; start += MOST) {
+                const int rows = min(k_high - start, MOST);
+                if (used) __syncthreads();
+                if (start == k_low) from.load(shared, q_start, whole ? q_high - q_low : group.stop - group.begin);
+                copy_rows(shared.key(), k, shared.value(), v, start, rows, 15, head_dim);
+                await_rows();
+                used = true;
+                if (start == k_low) {
+                    const int row = begin + 16 * warp - q_start;
+                    warp_tokens.take(shared.query(), shared.dout(), row);
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+                        if (own.there[h]) numbers[h] = shared.numbers[inside_tile(row + lane / 4 + 8 * h)];
+                }
+                const int first = max(own.low, start);
+                warp_tokens.walk_keys(dq, own, numbers, first, min(own.end_of_keys(), start + rows), first - start);
+            }
+            to_query.write(dq, own, head, scale, head_dim);
+            found_nan |= has_nan(dq, own.there);
+            // the same tokens as keys
+            const int k_start = whole ? k_low : group.begin;
+            bool taken = false;
+#pragma unroll 1
+            for (int start = q_low; start < q_high; start += MOST) {
+                const int rows = min(q_high - start, MOST);
+                if (!whole) {
+                    __syncthreads();
+                    if (!taken) copy_rows(shared.key(), k, shared.value(), v, group.begin, group.stop - group.begin, 0, head_dim);
+                    from.load(shared, start, rows);
+                    await_rows();
+                }
+                if (!taken) warp_tokens.take(shared.key(), shared.value(), begin + 16 * warp - k_start);
+                taken = true;
+                const int first = max(own.begin_of_queries(), start);
+                warp_tokens.walk_queries(dk, dv, own, first, min(own.high, start + rows), first - start);
+            }
+        }
+        to_key.write(dk, own, owner, scale, head_dim);
+        to_value.write(dv, own, owner, 1.0f, head_dim);
+        found_nan |= has_nan(dk, own.there) | has_nan(dv, own.there);
+        group.next(__syncthreads_or(found_nan));
+    }
+}

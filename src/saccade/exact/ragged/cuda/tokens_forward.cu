@@ -1,0 +1,158 @@
+// Attention of packed sequences by tiles of tokens, forward: out and lse of TILE consecutive tokens of a head a thread block.
+//
+//   S = Q K^T    m = running rowmax(scale S)    P = exp(scale S - m)    O = P V / rowsum(P)    lse = m + log(rowsum(P))
+//
+// shared memory:   | Q: TILE rows | K: ROWS | V: ROWS |
+//
+// All rows that a tile needs are asked for at once, and waited for once; a tile whose sequences have more than MOST rows walks over chunks of them.
+// Then each warp is on its own: 16 queries over the keys of their sequences, up to STEP at a time, in registers. Products of 16 rows and not of
+// a warpgroup's 64: the exponentials and masks of a warp are those of 48 keys, and of a warpgroup those of 96 or 128.
+// Source: FlashAttention-2 (Dao 2023), algorithm 1; traffic: q, k, v in once but for what neighbouring tiles share in L2, out and lse out.
+//
+// Compiled with the macros of tokens.cuh, STEP (keys: 32 or 64), BLOCKS (of a multiprocessor, which bounds registers), SHARED_BYTES.
+#include "tokens.cuh"
+
+constexpr int QUERY_BYTES = TILE * PITCH;
+static_assert(SHARED_BYTES == QUERY_BYTES + 2 * TILE_BYTES, "what the launch asks for");
+
+// 16 queries of a warp
+struct Queries {
+    const u32 keys, values;  // tiles
+    const int lane;
+    const float exponent;  // scale * log2(e), positive
+    u32 query[HEAD_DIM / 16][4];
+    float out[HEAD_DIM / 2], top[2], sum[2];  // top: the maximum that weights are relative to, in base 2
+
+    __device__ __forceinline__ Queries(u32 keys, u32 values, int lane, float exponent) : keys(keys), values(values), lane(lane), exponent(exponent) {}
+
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int e = 0; e < HEAD_DIM / 2; e++) out[e] = 0.0f;
+#pragma unroll
+        for (int h = 0; h < 2; h++) top[h] = MINUS_INFINITY, sum[h] = 0.0f;
+    }
+
+    // N keys from token `key` on, which lie in the tiles from `row` on
+    template <int N>
+    __device__ __forceinline__ void step(const Own& own, const Range (&seen)[2], int key, int row, const Survivors& survivors) {
+        float scores[N / 2];
+        multiply_rows<N>(scores, query, keys, row, lane);
+        const int column = key + lane % 4 * 2;
+#pragma unroll
+        for (int e = 0; e < N / 2; e++)
+            if (!seen[half_of(e)].has(column_at(column, e))) scores[e] = MINUS_INFINITY;
+        float most[2], factor[2];
+        own_max(most, scores);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float higher = fmaxf(top[h], quad_max(most[h]) * exponent);
+            const float shift = higher == MINUS_INFINITY ? 0.0f : higher;  // a query that has seen no key yet: -inf - -inf would be NaN
+            factor[h] = exp2_fast(top[h] - shift);
+            top[h] = higher;
+            sum[h] *= factor[h];
+#pragma unroll
+            for (int e = 2 * h; e < N / 2; e += 4) {
+                scores[e] = exp2_fast(fmaf(scores[e], exponent, -shift)), scores[e + 1] = exp2_fast(fmaf(scores[e + 1], exponent, -shift));
+                sum[h] += scores[e] + scores[e + 1];
+            }
+        }
+        if (DROPOUT) drop<N>(scores, own, key, survivors);  // behind the sum, which is that of all weights
+        u32 weights[N / 4];
+        round_weights<N>(weights, scores);
+        scale_rows(out, factor);
+        add_rows<N>(out, weights, values, row, lane);
+    }
+
+    template <int N>
+    __device__ __forceinline__ void drop(float (&weights)[N / 2], const Own& own, int key, const Survivors& survivors) {
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int from = 0; from < N; from += 32) {
+                const u32 kept = own.there[h] ? survivors.of_query(own.token + 8 * h, own.first[h], key + from) >> lane % 4 * 2 : 0;
+#pragma unroll
+                for (int column = 0; column < 32 && from + column < N; column += 8)
+#pragma unroll
+                    for (int b = 0; b < 2; b++)
+                        if (!(kept >> (column + b) & 1)) weights[(from + column) / 2 + 2 * h + b] = 0.0f;
+            }
+    }
+
+    // the keys from token `key` to `end`
+    __device__ __forceinline__ void walk(const Own& own, int key, int end, int row, const Survivors& survivors) {
+        const Range seen[2] = {own.keys(0, end), own.keys(1, end)};
+#pragma unroll 1
+        for (; end - key > STEP; key += STEP, row += STEP) step<STEP>(own, seen, key, row, survivors);
+        if (STEP > 32 && end - key > 48) step<STEP>(own, seen, key, row, survivors);
+        else if (STEP > 32 && end - key > 32) step<48>(own, seen, key, row, survivors);
+        else if (end - key > 16) step<32>(own, seen, key, row, survivors);
+        else if (end > key) step<16>(own, seen, key, row, survivors);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    tokens_forward(const Number* query, const Number* key, const Number* value, const int* bounds_of_tokens, Number* out, float* lse,
+#if DROPOUT
+                   const u32* bits,
+#endif
+                   const void* tokens,
+#if DROPOUT
+                   const void* words,
+#endif
+                   long long query_row, long long query_head, long long key_row, long long key_head, long long value_row, long long value_head,
+                   long long out_row, long long out_head,
+#if DROPOUT
+                   float inverse,
+#endif
+                   int heads, int group_size, int head_dim, float exponent) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    const u32 queries = shared_address(memory), keys = queries + QUERY_BYTES, values = keys + TILE_BYTES;
+    const int total = number_of(tokens), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int tile = blockIdx.x / u32(heads), head = blockIdx.x - tile * heads, begin = tile * TILE;
+    const Rows from(query, {query_row, query_head}, head), k(key, {key_row, key_head}, head / u32(group_size)),
+        v(value, {value_row, value_head}, head / u32(group_size));
+    const int own_rows = min(TILE, total - begin);
+    for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {  // before the bounds are there
+        const int row = i / CHUNKS, chunk = i % CHUNKS;
+        const bool inside = row < own_rows && 8 * chunk < head_dim;
+        copy_16(chunk_at(queries, row, chunk), inside ? from.row(begin + row) + 8 * chunk : query, inside);
+    }
+    Survivors survivors{};
+#if DROPOUT
+    survivors = {bits + (long long)head * total * number_of(words), number_of(words), inverse};
+#endif
+    const Bounds bounds(bounds_of_tokens, total);
+    Queries rows(keys, values, lane, exponent);
+    bool held = false;
+#pragma unroll 1
+    for (Groups group(bounds, begin, total); group.are_left();) {
+        const Own own(bounds, group, begin + 16 * warp, lane);
+        const int end = CAUSAL ? min(group.high, group.stop) : group.high;
+        rows.begin();
+#pragma unroll 1
+        for (int start = group.low; start < end; start += MOST) {
+            const int number = min(end - start, MOST);
+            if (held) __syncthreads();  // the chunk before is read
+            copy_rows(keys, k, values, v, start, number, 15, head_dim);
+            copies_commit();
+            copies_wait<0>();
+            __syncthreads();
+            if (!held) load_left(rows.query, queries, 16 * warp, lane), held = true;
+            const int first = max(own.low, start);
+            rows.walk(own, first, min(own.end_of_keys(), start + number), first - start, survivors);
+        }
+        bool found_nan = has_nan(rows.out, own.there);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int token = own.token + 8 * h;
+            const float sum = quad_sum(rows.sum[h]);
+            float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+            if (DROPOUT) factor *= survivors.inverse;
+            found_nan |= own.there[h] && sum != sum;
+            store_row<HEAD_DIM>(rows.out, h, factor, out + Strides{out_row, out_head}.at(token, head), head_dim, own.there[h]);
+            if (own.there[h] && lane % 4 == 0)
+                lse[(long long)head * total + token] = sum == 0.0f ? MINUS_INFINITY : (log2_fast(sum) + rows.top[h]) * LN2;
+        }
+        group.next(__syncthreads_or(found_nan));
+    }
+}
