@@ -250,6 +250,9 @@ def test_binary(key, features, packed, causal, bf16):
     assert asked <= usage.registers * threads // 128
 
 
+BIASED = {"mask": "bias", "mask_shape": (1, 12, 197, 197)}
+
+
 def problem_of(monkeypatch, batch=512, heads=12, q_len=197, kv_len=197, dim=64, **changes):
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ())
     dtype, grad = changes.pop("dtype", torch.bfloat16), changes.pop("grad", True)
@@ -268,7 +271,12 @@ def problem_of(monkeypatch, batch=512, heads=12, q_len=197, kv_len=197, dim=64, 
         ({"dim": 136}, "from 8 to 128, got 136"),
         ({"q_len": 2049}, "needs Tq and Tk of at most 2048, got 2049 and 197"),
         ({"kv_heads": 1, "q_len": 700}, "at most 8,192 queries that share a key head .Tq . H / Hkv., got 8,400"),
-        ({"mask": "bias", "mask_shape": (1, 1, 1, 197)}, "no bias, got a bias of shape .1, 1, 1, 197."),
+        (
+            {"mask": "bias", "mask_shape": (1, 1, 1, 197)},
+            "needs a bias for each query and key, .*, 197, 197., got .1, 1, 1, 197.",
+        ),
+        ({**BIASED, "bias_dtype": torch.float32}, "needs a bias in the dtype of query, torch.bfloat16, got torch.float32"),
+        ({**BIASED, "dim": 128}, "a head dim of at most 64 for the gradients of a call with a bias, got 128"),
         ({"scale": -1.0}, "needs a positive scale that is normal in float32, got -1.0"),
     ],
     ids=str,
@@ -287,7 +295,43 @@ def test_windows_are_taken_by_name_alone(monkeypatch):
     assert "needs Tq and Tk of at most 65536, got 65537 and 197" in reason
 
 
+def test_biases_are_taken_by_name_alone_until_they_are_timed(monkeypatch):
+    biased = problem_of(monkeypatch, **BIASED)
+    assert LONG.why_not(biased) == LONG.why_not(problem_of(monkeypatch, **BIASED, dim=128, grad=False)) == []
+    assert LONG.by_name_only(biased) == "its biases are not timed yet"
+    monkeypatch.setattr(config, "TIMED_BIAS", True)
+    assert LONG.by_name_only(biased) == ""
+
+
 CAPTURED = {"host_counts": False, "python_counts": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"grad": False}, ""),
+        ({"dim": 32, "key_mask": True, "lengths": True}, ""),
+        ({"dim": 128, "grad": False}, "timed at D = 1 to 64 and 129 to 1024 tokens, got D = 128"),
+        ({"q_len": 128, "mask_shape": (128, 197)}, "got D = 64, 128 queries and 197 keys"),
+        ({"kv_len": 1025, "mask_shape": (197, 1025)}, "197 queries and 1025 keys"),
+        ({"batch": 64, "mask_shape": (32, 12, 197, 197), **CAPTURED}, ""),
+        ({"mask_shape": (512, 12, 197, 197)}, "each row and head has its own"),
+        ({"mask_shape": (512, 1, 197, 197)}, ""),
+        ({"batch": 1, "mask_shape": (1, 12, 197, 197), **CAPTURED}, "each row and head has its own"),
+        ({"batch": 100}, "eager call of 46,570,800 pairs is host time"),
+        ({"batch": 100, "grad": False}, ""),
+        ({"batch": 100, **CAPTURED}, ""),
+    ],
+    ids=str,
+)
+def test_what_auto_takes_of_calls_with_a_bias_once_they_are_timed(monkeypatch, changes, said):
+    problem = problem_of(monkeypatch, **(BIASED | changes))
+    assert LONG.why_not(problem) == []
+    assert LONG.prefers(problem) == (said == "")
+    assert re.search(said, LONG.rule(problem).said)
+
+
 ROWS_77 = {"q_len": 77, "kv_len": 77}
 
 
