@@ -26,8 +26,9 @@ FAMILIES = {
     "dynamic_mask": ("gather", "decode", "scores"),
     "nm_sparse": ("masked", "fused", "staged"),
 }
-# family -> modules of another that it may import: packed sequences beyond a tile run on the kernels of `long`, which knows nothing of `ragged`
-LIBRARIES = {"ragged": ("long.choice", "long.config", "long.sm90")}
+# family -> modules of another that it may import: packed sequences beyond a tile run on the kernels of `long`, which knows nothing of `ragged`; backward
+# of `long` leaves the gradient of a bias, and the numbers of its rows, to the kernels of `shared_bias`
+LIBRARIES = {"ragged": ("long.choice", "long.config", "long.sm90"), "long": ("shared_bias.launchers",)}
 DEVICE_PACKAGES = ("triton", "cuda")
 CONTRACTS = (AttentionContract, VarlenContract, DynamicMaskContract, NMSparseContract)
 OPTIONAL = ("triton", "cuda", "typer", "rich", "platformdirs", "transformers", "timm", "matplotlib", "pytest", "hypothesis")

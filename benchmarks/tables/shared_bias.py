@@ -29,7 +29,7 @@ from saccade.testing.timing import Timing
 
 DEVICE = "cuda"
 _MOST_BIAS = 2**33  # numbers of the bias of every row, beyond which torch's function is not tried
-_OURS = ("shared_bias", "ragged", "auto")
+_OURS = ("long", "shared_bias", "ragged", "auto")
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,11 @@ def _say(what: str, found: dict[str, dict[str, Timing]], roofs: dict[str, float]
     for direction in ("fwd", "fwd+bwd"):
         best = min(others, key=lambda name, d=direction: others[name][d].p50)
         gains = [
-            f"x{others[best][direction].p50 / found[name][direction].p50:.2f}"
-            for name in ("shared_bias", "auto")
+            f"{name} x{others[best][direction].p50 / found[name][direction].p50:.2f}"
+            for name in ("shared_bias", "long", "auto")
             if name in found
         ]
-        parts.append(f"{direction} {ours[direction].p50:.3f} (roof {roofs[direction]:.3f}), {' auto '.join(gains)} of {best}")
+        parts.append(f"{direction} {ours[direction].p50:.3f} (roof {roofs[direction]:.3f}), {', '.join(gains)} of {best}")
     print(f"{what}: {', '.join(parts)}", flush=True)
 
 

@@ -52,7 +52,7 @@ def test_every_call_computes_the_same(table, windows, masked, monkeypatch):
     leaves = [x.detach().double().requires_grad_() for x in shape.leaves()]
     mask, found = shape.mask(), {}
     calls = table.calls_of(shape)
-    assert set(calls) == {"shared_bias", "ragged", "auto", "sdpa", "flex", *["cuequivariance"] * (not windows)}
+    assert set(calls) == {"long", "shared_bias", "ragged", "auto", "sdpa", "flex", *["cuequivariance"] * (not windows)}
     for name in ("auto", "sdpa", "cuequivariance"):
         if name in calls:
             out = calls[name]()(*leaves)

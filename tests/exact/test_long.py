@@ -52,6 +52,18 @@ GROUPED = {
 MASKS = {"each": None, "batch": (2, 1, 197, 261), "shared": (197, 261), "keys": (2, 1, 1, 261), "queries": (4, 197, 1)}
 
 
+# (rows, heads, bias): rows that share one, rows and heads, an odd number of them, and none
+BIASES = {
+    "rows": (6, 3, (1, 3, 197, 261)), "rows-and-heads": (5, 3, (1, 1, 197, 261)), "rank-2": (3, 3, (197, 261)), "heads": (3, 4, (3, 1, 197, 261)),
+    "none": (3, 2, (3, 2, 197, 261)),
+}  # fmt: skip
+BIAS_FEATURES: dict[str, dict] = {
+    "plain": {},
+    "lengths-lse": {"lengths": True, "lse_grad": True},
+    "dropout": {"dropout_p": 0.2},
+}
+
+
 @pytest.mark.sm90
 class TestBudget:
     backend = "long"
@@ -78,6 +90,30 @@ class TestBudget:
     def test_masks(self, shape, kv_heads, feature, dim, dtype):
         masked = {"mask": "bool", "mask_shape": MASKS[shape], "lse_grad": True}
         self.check(Case(f"mask-{shape}-{feature}", 2, 4, kv_heads, 197, 261, dim, **masked, **FEATURES[feature]), dtype)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("dim", [8, 32, 40, 64])
+    @pytest.mark.parametrize("feature", BIAS_FEATURES)
+    @pytest.mark.parametrize("shape", BIASES)
+    def test_biases(self, shape, feature, dim, dtype):
+        rows, heads, bias = BIASES[shape]
+        case = Case(f"bias-{shape}-{feature}", rows, heads, heads, 197, 261, dim, bias=bias, **BIAS_FEATURES[feature])
+        self.check(case, dtype)
+
+    @pytest.mark.parametrize("size", [*SIZES, "triangle"])
+    def test_biases_of_sizes(self, size):
+        batch, heads, kv_heads, q_len, kv_len = SIZES.get(size, (256, 4, 4, 256, 256))
+        self.check(
+            Case(f"bias-{size}", batch, heads, kv_heads, q_len, kv_len, 32, bias=(1, heads, q_len, kv_len)), torch.bfloat16
+        )
+
+    @pytest.mark.parametrize("feature", BIAS_FEATURES)
+    def test_biases_of_grouped_heads(self, feature):
+        case = Case("bias-grouped", 5, 12, 4, 197, 261, 64, bias=(1, 12, 197, 261), **BIAS_FEATURES[feature])
+        self.check(case, torch.float16)
+
+    def test_biases_of_windows(self):
+        self.check(Case("bias-windows", 6, 2, 2, 197, 197, 32, bias=(2, 2, 197, 197), windows=2), torch.bfloat16)
 
     @pytest.mark.parametrize("tokens", [(65, 65), (128, 128), (129, 577), (512, 512)], ids=str)
     def test_masks_of_many_rows(self, tokens):
@@ -212,6 +248,67 @@ def test_features_give_the_same_bits_every_time(dim, feature):
         assert all(torch.equal(x, again[name]) for name, x in first.items())
 
 
+def triangle(rows=132, tokens=197, dim=32, heads=2, far=None):
+    """q, k, v and a bias that the rows share, with gradients."""
+    leaves = [torch.randn(rows, tokens, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
+    bias = torch.randn(1, heads, tokens, tokens, device="cuda", dtype=torch.bfloat16)
+    if far is not None:
+        bias[:, :, 2], bias[:, :, 4, 1:], bias[:, :, 8, ::3] = far, far, far
+    return [x.requires_grad_() for x in (*leaves, bias)]
+
+
+def differentiated(leaves, backend, dtype=None, **options):
+    given = [x if dtype is None else x.detach().to(dtype).requires_grad_() for x in leaves]
+    out = saccade.attention(*given, backend=backend, **options)
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), given)]
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("far", [None, -float("inf"), torch.finfo(torch.bfloat16).min, -3000.0])
+@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_biases_beside_masks_of_keys(masked, dim, far):
+    """And far numbers in them: a row of finfo.min is uniform, and one of -inf gives zeros."""
+    leaves = triangle(9, dim=dim, far=far)
+    seen = torch.rand(9, 197, device="cuda") < 0.7 if masked else None
+    found = differentiated(leaves, "long", key_mask=seen)
+    wanted = differentiated(leaves, "reference", torch.float32, key_mask=seen)
+    for name, x, want in zip(("out", "dq", "dk", "dv", "dbias"), found, wanted, strict=True):
+        torch.testing.assert_close(
+            x.float(), want, rtol=2e-2, atol=2e-2 * max(1.0, want.abs().amax().item()), msg=lambda s, n=name: f"{n}: {s}"
+        )
+
+
+@pytest.mark.sm90
+def test_two_biases_in_a_row_and_one_in_a_graph():
+    """No map of a tensor outlives it; a graph reads what lies where its bias was."""
+    first = triangle()
+    second = [*first[:3], (2 * first[3].detach()).requires_grad_()]
+    expected = [differentiated(x, "shared_bias") for x in (first, second)]
+    for leaves, wanted in ((first, expected[0]), (second, expected[1]), (first, expected[0])):
+        for x, want in zip(differentiated(leaves, "long"), wanted, strict=True):
+            torch.testing.assert_close(x.float(), want.float(), rtol=3e-2, atol=3e-2 * want.float().abs().amax().item())
+    eager = differentiated(first, "long")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = differentiated(first, "long")
+    with torch.no_grad():
+        first[3].mul_(2)
+    graph.replay()
+    again = differentiated(second, "long")
+    for x, y, other in zip(captured, again, eager, strict=True):
+        assert torch.equal(x, y)
+        assert not torch.equal(x, other)
+
+
+@pytest.mark.sm90
+def test_biases_give_the_same_bits_every_time():
+    leaves = triangle(150, 330, 64)
+    first = differentiated(leaves, "long")
+    for _ in range(10):
+        assert all(map(torch.equal, differentiated(leaves, "long"), first))
+
+
 # --- without a GPU
 
 PARTS = ("grouped", "mask", "dropout", "window")
@@ -250,6 +347,26 @@ def test_binary(key, features, packed, causal, bf16):
     assert asked <= usage.registers * threads // 128
 
 
+BIASED = {"mask": "bias", "mask_shape": (1, 12, 197, 197)}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("features", [f for n in range(4) for f in itertools.combinations(FEATURES[:3], n)], ids="-".join)
+@pytest.mark.parametrize("key", [key for key in sm90.CONFIGS if key != ("backward", 128)], ids=str)
+def test_binary_with_a_bias(key, features, bf16):
+    direction, dim = key
+    chosen = sm90.CONFIGS[key]
+    flags = [x in features for x in FEATURES]
+    macros = sm90.defines(direction, dim, bf16, False, 0, chosen, *flags, bias=True)
+    made = build(sm90.source(direction), sm90.ARCHITECTURE, Options.of(macros))
+    assert "Potential Performance Loss" not in made.log, made.log
+    (usage,) = resource_usage(made.cubin).values()
+    assert usage.stack <= 32, usage
+    assert usage.registers * sm90.threads(direction, chosen) <= 65536
+    assert sm90.shared_bytes(direction, dim, chosen, True) <= SHARED_LIMIT[90]
+
+
 def problem_of(monkeypatch, batch=512, heads=12, q_len=197, kv_len=197, dim=64, **changes):
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ())
     dtype, grad = changes.pop("dtype", torch.bfloat16), changes.pop("grad", True)
@@ -268,7 +385,12 @@ def problem_of(monkeypatch, batch=512, heads=12, q_len=197, kv_len=197, dim=64, 
         ({"dim": 136}, "from 8 to 128, got 136"),
         ({"q_len": 2049}, "needs Tq and Tk of at most 2048, got 2049 and 197"),
         ({"kv_heads": 1, "q_len": 700}, "at most 8,192 queries that share a key head .Tq . H / Hkv., got 8,400"),
-        ({"mask": "bias", "mask_shape": (1, 1, 1, 197)}, "no bias, got a bias of shape .1, 1, 1, 197."),
+        (
+            {"mask": "bias", "mask_shape": (1, 1, 1, 197)},
+            "needs a bias for each query and key, .*, 197, 197., got .1, 1, 1, 197.",
+        ),
+        ({**BIASED, "bias_dtype": torch.float32}, "needs a bias in the dtype of query, torch.bfloat16, got torch.float32"),
+        ({**BIASED, "dim": 128}, "a head dim of at most 64 for the gradients of a call with a bias, got 128"),
         ({"scale": -1.0}, "needs a positive scale that is normal in float32, got -1.0"),
     ],
     ids=str,
@@ -287,7 +409,43 @@ def test_windows_are_taken_by_name_alone(monkeypatch):
     assert "needs Tq and Tk of at most 65536, got 65537 and 197" in reason
 
 
+def test_biases_are_taken_by_name_alone_until_they_are_timed(monkeypatch):
+    biased = problem_of(monkeypatch, **BIASED)
+    assert LONG.why_not(biased) == LONG.why_not(problem_of(monkeypatch, **BIASED, dim=128, grad=False)) == []
+    assert LONG.by_name_only(biased) == "its biases are not timed yet"
+    monkeypatch.setattr(config, "TIMED_BIAS", True)
+    assert LONG.by_name_only(biased) == ""
+
+
 CAPTURED = {"host_counts": False, "python_counts": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"grad": False}, ""),
+        ({"dim": 32, "key_mask": True, "lengths": True}, ""),
+        ({"dim": 128, "grad": False}, "timed at D = 1 to 64 and 129 to 1024 tokens, got D = 128"),
+        ({"q_len": 128, "mask_shape": (128, 197)}, "got D = 64, 128 queries and 197 keys"),
+        ({"kv_len": 1025, "mask_shape": (197, 1025)}, "197 queries and 1025 keys"),
+        ({"batch": 64, "mask_shape": (32, 12, 197, 197), **CAPTURED}, ""),
+        ({"mask_shape": (512, 12, 197, 197)}, "each row and head has its own"),
+        ({"mask_shape": (512, 1, 197, 197)}, ""),
+        ({"batch": 1, "mask_shape": (1, 12, 197, 197), **CAPTURED}, "each row and head has its own"),
+        ({"batch": 100}, "eager call of 46,570,800 pairs is host time"),
+        ({"batch": 100, "grad": False}, ""),
+        ({"batch": 100, **CAPTURED}, ""),
+    ],
+    ids=str,
+)
+def test_what_auto_takes_of_calls_with_a_bias_once_they_are_timed(monkeypatch, changes, said):
+    problem = problem_of(monkeypatch, **(BIASED | changes))
+    assert LONG.why_not(problem) == []
+    assert LONG.prefers(problem) == (said == "")
+    assert re.search(said, LONG.rule(problem).said)
+
+
 ROWS_77 = {"q_len": 77, "kv_len": 77}
 
 

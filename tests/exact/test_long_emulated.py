@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import emulator
 import pytest
 import torch
@@ -9,10 +11,11 @@ import torch.nn.functional as F
 
 from saccade.engine.philox import dropout_keep
 from saccade.engine.window import ends_of, in_window
-from saccade.exact.args import AttentionArgs
+from saccade.exact.args import AttentionArgs, repeated
 from saccade.exact.long import config, sm90
 from saccade.exact.long import launchers as long
 from saccade.exact.ragged import launchers as ragged
+from saccade.exact.shared_bias import launchers as of_bias
 from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, FULL, FULL_BOTTOM_RIGHT, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.launch import delta
 from saccade.launch.cache import LaunchCache
@@ -29,6 +32,15 @@ def emulated(monkeypatch):
     monkeypatch.setattr(sm90, "multiprocessors", lambda device: 2)  # blocks of backward, which walk over several heads each
     monkeypatch.setattr(delta, "delta_of", rows_of_out)
     monkeypatch.setattr(sm90, "_LAUNCHES", type(sm90._LAUNCHES)())
+    monkeypatch.setattr(of_bias, "rows_of", functools.partial(rows_of_bias, of_bias.rows_of))
+
+
+def rows_of_bias(compute, args, dout, dlse, out, lse, **options):
+    """Triton's interpreter multiplies no bfloat16."""
+    if args.query.dtype == torch.bfloat16:
+        wide = {name: getattr(args, name).float() for name in ("query", "key", "value", "bias")}
+        args, dout, out = args._replace(**wide, launches=None), dout.float(), out.float()
+    return compute(args, dout, dlse, out, lse, **options)
 
 
 def rows_of_out(dout, out, dlse):
@@ -36,14 +48,19 @@ def rows_of_out(dout, out, dlse):
     return rows if dlse is None else rows - dlse
 
 
-def reference(query, key, value, dout, seen, dlse, kept=1.0):
-    """out, lse, dq, dk, dv in float64; seen `[..., Tq, Tk]`. kept: what dropout multiplies each weight with."""
-    leaves = [x.double().requires_grad_() for x in (query, key, value)]
-    by_head = [x.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for x in leaves[1:]]
-    scores = (leaves[0] @ by_head[0].mT * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
-    none = ~seen.any(-1)
+def reference(query, key, value, dout, seen, dlse, kept=1.0, bias=None):
+    """out, lse, dq, dk, dv in float64, and the gradient of a bias; seen `[..., Tq, Tk]`. kept: what dropout multiplies each weight with."""
+    leaves = [x.double().requires_grad_() for x in (query, key, value, *([] if bias is None else [bias]))]
+    by_head = [x.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for x in leaves[1:3]]
+    scores = leaves[0] @ by_head[0].mT * query.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + repeated(leaves[3], len(query))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    none = ~(scores.detach() > -torch.inf).any(-1)
     lse = torch.logsumexp(scores.masked_fill(none[..., None], 0.0), -1).masked_fill(none, 0.0)
-    out = ((scores - lse[..., None]).exp() * kept) @ by_head[1]
+    # not by lse, which far scores leave no room for the logarithm of a sum
+    weights = torch.softmax(scores.masked_fill(none[..., None], 0.0), -1).masked_fill(none[..., None], 0.0)
+    out = (weights * kept) @ by_head[1]
     total = (out * dout).sum() + (0.0 if dlse is None else (lse * dlse).sum())
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     return out.detach(), lse.detach().masked_fill(none, -torch.inf), *grads
@@ -51,7 +68,8 @@ def reference(query, key, value, dout, seen, dlse, kept=1.0):
 
 def compare(found, expected, tolerance=0.015):
     """Relative to the largest of each, for weights and their gradients are rounded to 16 bits."""
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv", "dbias"), found, expected, strict=False):
+        assert x.shape == y.shape
         bound = tolerance * max(1.0, y[y.isfinite()].abs().amax().item() if y.isfinite().any() else 0.0)
         torch.testing.assert_close(x.double(), y, rtol=0, atol=bound, msg=lambda text, n=name: f"{n}: {text}")
 
@@ -63,7 +81,7 @@ def kept_of(seed, dropout_p, *sizes):
 
 def dense(
     heads, q_len, kv_len, dim, dtype=torch.bfloat16, causal=False, lengths=None, dlse=False, kv_heads=None, mask=None, batch=1, dropout_p=0.0,
-    window=None,
+    window=None, bias=None, bias_grad=True,
 ):  # fmt: skip
     if lengths is not None:
         batch = len(lengths)
@@ -84,18 +102,24 @@ def dense(
         seen = seen & real[:, :, None]
     grad = torch.randn(batch, heads, q_len) if dlse else None
     kept = kept_of(seed, dropout_p, batch, heads, q_len, kv_len)
-    expected = reference(*made, seen, grad, kept)
+    if bias is not None:
+        bias = bias.to(dtype)
+    expected = reference(*made, seen, grad, kept, bias)
     query, key, value, dout = made
     if lengths is not None:  # what lies behind the last key is never read
         key, value = (x.masked_fill(~real[..., None], torch.nan) for x in (key, value))
     numbers, (left, right) = (dropout_p, causal, dim**-0.5), ends_of(window)
     args = AttentionArgs(
-        query, key, value, mask, None, lengths, seed, *numbers, window_left=left, window_right=right, launches=LaunchCache()
+        query, key, value, mask, bias, lengths, seed, *numbers, window_left=left, window_right=right, launches=LaunchCache()
     )
     results = []
     for _ in range(2):  # the second call is known
         out, lse = long.forward(args)
-        results.append((out, lse, *long.backward(args, dout, grad, out, lse, bias_grad=False, packed=None)[:3]))
+        found = [out, lse]
+        if bias is None or dim <= config.MAX_BIAS_HEAD_DIM:
+            found += long.backward(args, dout, grad, out, lse, bias_grad=bias is not None and bias_grad, packed=None)
+        results.append([x for x in found if x is not None])
+        assert len(results[-1]) == (2 if len(found) == 2 else 6 if bias is not None and bias_grad else 5)
         compare(results[-1], expected)
     assert all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(*results, strict=True))
 
@@ -376,6 +400,109 @@ def test_packed_windows_by_the_ragged_family(dim, monkeypatch):
     assert not any(x[-2:].any() for x in (out, *gradients))
     ragged.forward(args._replace(window_left=61))
     assert taken == [1, 5]
+
+
+# --- a bias
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("tokens", [(70, 70), (129, 197), (257, 130), (40, 33), (128, 448)], ids=str)
+def test_biases(tokens, dim, dtype):
+    """Three rows are two turns of two teams, of which one idles in the second; 448 keys are more chunks than there are tiles of the bias."""
+    dense(2, *tokens, dim, dtype, dlse=True, batch=3, bias=torch.randn(1, 2, *tokens))
+
+
+BIASES = {
+    "rows": lambda q, k: torch.randn(1, 2, q, k),
+    "rows-and-heads": lambda q, k: torch.randn(1, 1, q, k),
+    "rank-2": lambda q, k: torch.randn(q, k),
+    "heads": lambda q, k: torch.randn(6, 1, q, k),
+    "none": lambda q, k: torch.randn(6, 2, q, k),
+    "windows": lambda q, k: torch.randn(3, 2, q, k),
+    "windows-and-heads": lambda q, k: torch.randn(2, 1, q, k),
+    "heads-inside": lambda q, k: torch.randn(1, q, k, 2).permute(0, 3, 1, 2),
+    "by-key-in-memory": lambda q, k: torch.randn(1, 2, k, q).mT,
+    "at-odd-strides": lambda q, k: torch.randn(1, 2, q, 2 * k + 1)[..., 1::2],
+    "at-an-odd-address": lambda q, k: torch.randn(2 * q * 136 + 1)[1:].view(1, 2, q, 136)[..., :k],
+    "part-of-wider-rows": lambda q, k: torch.randn(1, 2, q, 136)[..., :k],
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", BIASES)
+def test_biases_of_any_shape(kind):
+    dense(2, 70, 133, 32, batch=6, bias=BIASES[kind](70, 133))
+
+
+def test_a_bias_that_was_expanded():
+    """Along rows its gradient is that of each; along queries it is copied."""
+    dense(2, 70, 133, 32, batch=4, bias=torch.randn(1, 2, 70, 133).expand(4, -1, -1, -1))
+    dense(2, 70, 133, 32, batch=4, bias=torch.randn(1, 2, 1, 133).expand(-1, -1, 70, -1))
+
+
+@pytest.mark.parametrize("dim", [32, 64])
+def test_biases_beside_lengths(dim):
+    """The teams of a block have other numbers of chunks, and one has none."""
+    lengths = [300, 0, 129, 65, 1, 300, 64]
+    dense(2, 70, 300, dim, torch.float16, lengths=lengths, dlse=True, bias=torch.randn(1, 2, 70, 300))
+
+
+@pytest.mark.parametrize("dim", [32, 64])
+def test_biases_beside_masks_of_keys(dim):
+    mask = torch.rand(3, 1, 1, 197) < 0.7
+    mask[1] = False
+    dense(2, 133, 197, dim, dlse=True, mask=mask, bias=torch.randn(1, 2, 133, 197))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dim", [32, 64])
+def test_biases_beside_grouped_heads_dropout_lengths_and_masks(dim):
+    mask = torch.rand(4, 1, 1, 200) < 0.7
+    given = {"kv_heads": 2, "dropout_p": 0.3, "lengths": [200, 0, 129, 65], "mask": mask}
+    dense(4, 150, 200, dim, dlse=True, bias=torch.randn(1, 4, 150, 200), **given)
+
+
+def test_a_bias_without_gradient():
+    dense(2, 70, 133, 64, batch=3, bias=torch.randn(1, 2, 70, 133), bias_grad=False)
+
+
+FAR = {
+    "hidden": lambda of: -torch.inf, "finfo-min": lambda of: of.min, "far": lambda of: -3000.0, "farther": lambda of: -20000.0,
+    "finfo-max": lambda of: of.max / 2,
+}  # fmt: skip
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("kind", FAR)
+def test_far_biases(kind, dim, dtype):
+    """A row of finfo.min is uniform, and one of -inf sees nothing."""
+    value, bias = FAR[kind](torch.finfo(dtype)), torch.randn(1, 2, 133, 197)
+    bias[:, :, 2], bias[:, :, 100] = value, value  # all of a row
+    bias[:, :, 4, 1:] = value  # all but one key
+    bias[:, :, 6] = -torch.inf
+    bias[:, :, 6, 64:69] = value
+    bias[:, :, 8, ::3] = value
+    bias[:, :, 10, :128] = value  # whole chunks, the first ones
+    bias[:, :, 12] = -torch.inf
+    bias[:, :, 130:, 190:] = value
+    mask = torch.ones(3, 1, 1, 197, dtype=torch.bool)
+    mask[1, ..., 50:] = False
+    dense(2, 133, 197, dim, dtype, mask=mask, bias=bias)
+
+
+def test_two_biases_in_a_row():
+    """Under one memory of launches: nothing of the first is left."""
+    query, key, value, dout = (torch.randn(3, 70, 2, 32).bfloat16().transpose(1, 2) for _ in range(4))
+    launches, seen = LaunchCache(), torch.ones(3, 2, 70, 70, dtype=torch.bool)
+    for bias in torch.randn(2, 1, 2, 70, 72).bfloat16()[..., :70]:
+        args = AttentionArgs(query, key, value, None, bias, None, None, 0.0, False, 32**-0.5, launches=launches)
+        out, lse = long.forward(args)
+        found = out, lse, *long.backward(args, dout, None, out, lse, bias_grad=True, packed=None)
+        compare(found, reference(query, key, value, dout, seen, None, 1.0, bias))
 
 
 def packed(dim, causal, lengths, heads=2, dropout_p=0.0, longer=0, window=None):

@@ -52,6 +52,7 @@ class Problem:
     dropout_p: float = 0.0
     mask: str | None = None  # None, "bool" or "bias"
     mask_shape: tuple[int, ...] | None = None
+    bias_dtype: torch.dtype | None = None  # where it is another than that of query
     bias_grad: bool = False
     lengths: bool = False
     key_mask: bool = False  # of each batch row, beside a bias
@@ -174,6 +175,7 @@ def describe(
         dropout_p=dropout_p,
         mask=mask,
         mask_shape=None if attn_mask is None else shape_of_mask(attn_mask),
+        bias_dtype=None if mask != "bias" or attn_mask is None or attn_mask.dtype == query.dtype else attn_mask.dtype,
         bias_grad=mask == "bias" and attn_mask is not None and attn_mask.requires_grad and needs_grad,
         lengths=lengths is not None,
         needs_grad=needs_grad,

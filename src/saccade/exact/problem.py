@@ -114,6 +114,7 @@ def problem_of(args: AttentionArgs, return_lse: bool = False) -> Problem:
         mask=None if added is None else "bool" if bias is None else "bias",
         key_mask=mask is not None and bias is not None,
         mask_shape=None if added is None else shape_of_mask(added),
+        bias_dtype=None if bias is None or bias.dtype == query.dtype else bias.dtype,
         lengths=lengths is not None,
         return_lse=return_lse,
         windows=windows_of(bias, query.shape[0]),

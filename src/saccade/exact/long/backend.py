@@ -1,6 +1,6 @@
 """The kernels of sequences beyond 128 tokens as a backend of `attention`, for dense rows `[B, H, T, D]`; shorter ones where they are faster.
 
-The family `ragged` runs the same kernels for packed sequences.
+The family `ragged` runs the same kernels for packed sequences. With a bias the numbers of its rows, and its gradient, are those of `shared_bias`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ FEWEST_WIDE = 264  # beyond D = 64
 # Numbers of q from which an eager call that Python launches takes longer than our host time, of forward and with backward, halved up to D = 32
 # (short_sizes: forward 1.01x at 1,536 problems of S = 197, D = 64, with backward 0.93x at 3,072 of them and 1.43x at 3,072 of S = 257)
 FEWEST_FORWARD, FEWEST = 2**24, 3 * 2**24
+# The same for calls with a bias, in pairs of a query and a key (B * H * Tq * Tk): those of `shared_bias`, which Python launches likewise
+FEWEST_PAIRS, FEWEST_PAIRS_GRAD = 2**24, 5 * 2**24
 
 
 def _why_not(problem: Problem) -> list[str]:
@@ -40,7 +42,7 @@ def _why_not(problem: Problem) -> list[str]:
     if problem.rank != 4:
         reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
     if problem.mask == "bias":
-        reasons.append(f"takes boolean masks and no bias, got a bias of shape {list(problem.mask_shape or ())}")
+        reasons += _why_no_bias(problem)
     sharing = problem.q_len * (problem.heads // max(1, problem.kv_heads))
     if problem.heads != problem.kv_heads and sharing > config.MAX_SHARING and problem.window is None:
         reasons.append(f"needs at most {config.MAX_SHARING:,} queries that share a key head (Tq * H / Hkv), got {sharing:,}")
@@ -61,6 +63,18 @@ def _why_not(problem: Problem) -> list[str]:
     return list(obstacles("90a"))
 
 
+def _why_no_bias(problem: Problem) -> list[str]:
+    reasons, shape = [], problem.mask_shape or ()
+    if problem.bias_dtype not in (None, problem.dtype):
+        reasons.append(f"needs a bias in the dtype of query, {problem.dtype}, got {problem.bias_dtype}")
+    if shape[-2:] != (problem.q_len, problem.kv_len):
+        reasons.append(f"needs a bias for each query and key, [.., {problem.q_len}, {problem.kv_len}], got {list(shape)}")
+    if problem.needs_grad and problem.head_dim > config.MAX_BIAS_HEAD_DIM:
+        most = config.MAX_BIAS_HEAD_DIM
+        reasons.append(f"needs a head dim of at most {most} for the gradients of a call with a bias, got {problem.head_dim}")
+    return reasons
+
+
 def _prefers(problem: Problem) -> bool:
     return not _rule(problem).against
 
@@ -70,12 +84,33 @@ _NOTES = Source("docs/notes/long.md")  # what was measured in CUDA graphs, and b
 
 def _rule(problem: Problem) -> Rule:
     """Follows benchmarks/results/h100/short_long.csv and short_sizes.csv."""
+    if problem.mask == "bias":
+        return _rule_of_biases(problem)
     shortest, longest = sorted((problem.q_len, problem.kv_len))
     if shortest < SHORTEST or longest > LONGEST or shortest <= SHORT_TOKENS < longest:
         range_of = f"{SHORTEST} to {SHORT_TOKENS}, or {SHORT_TOKENS + 1} to {LONGEST}, queries and keys"
         ends = table("short_long", square(160, 64, 13_104), square(LONGEST, 64, 3632))
         return Rule(f"was measured with {range_of}, got {problem.q_len} and {problem.kv_len}", ends)
     return host_time(problem) or measured.rule(problem, "long") or unmeasured_rule(problem)
+
+
+def _rule_of_biases(problem: Problem) -> Rule:
+    """Calls with a bias, where they were timed (`config.TIMED_BIAS`)."""
+    shortest, longest = sorted((problem.q_len, problem.kv_len))
+    (least_dim, most_dim), (least, most) = config.TIMED_BIAS_HEAD_DIM, config.TIMED_BIAS_TOKENS
+    if not least_dim <= problem.head_dim <= most_dim or shortest < least or longest > most:
+        ranges = f"D = {least_dim} to {most_dim} and {least} to {most} tokens"
+        return Rule(
+            f"biases were timed at {ranges}, got D = {problem.head_dim}, {problem.q_len} queries and {problem.kv_len} keys",
+            _NOTES,
+        )
+    matrices = problem.mask_rows * ((1, 1, 1) + (problem.mask_shape or ()))[-3]
+    if problem.batch * problem.heads < 2 * matrices:
+        return Rule("two teams of a block take rows that share a bias, and here each row and head has its own", _NOTES)
+    pairs = problem.batch * problem.heads * problem.q_len * problem.kv_len
+    if problem.python_counts and pairs < (FEWEST_PAIRS_GRAD if problem.needs_grad else FEWEST_PAIRS):
+        return Rule(f"the time of an eager call of {pairs:,} pairs is host time, of which torch's function needs less", _NOTES)
+    return taken(_NOTES, "a bias that rows share, whose tiles two of them read at once")
 
 
 def unmeasured_rule(problem: Problem) -> Rule:
@@ -202,16 +237,22 @@ def _describe(problem: Problem) -> str:
     return ", ".join(f"{d}: {chunks(d, kind_of_dense(problem))}" for d in directions)
 
 
+def _not_timed_at_all(problem: Problem) -> str:
+    if problem.window is not None:
+        return "its windows are not timed yet"
+    return "its biases are not timed yet" if problem.mask == "bias" and not config.TIMED_BIAS else ""
+
+
 LONG = Backend(
     name="long",
     operation="attention",
-    summary="65 tokens and more, plain, causal, in windows or under boolean masks, grouped heads, dropout; backward in five products; CUDA C++, sm_90",
+    summary="65 tokens and more, plain, causal, in windows, under boolean masks or a bias, grouped heads, dropout; backward in five products; CUDA C++, sm_90",
     why_not=_why_not,
     prefers=_prefers,
     launchers=_load,
     saves_output=True,
     form=_describe,
-    by_name_only=lambda problem: "" if problem.window is None else "its windows are not timed yet",
+    by_name_only=_not_timed_at_all,
     rule=_rule,
     replays=True,
 )

@@ -17,6 +17,10 @@ TIMED_FROM = {"grouped heads": 33, "masks": 33, "dropout": 1}
 TIMED_TOKENS = {"grouped heads": 256, "masks": 128, "dropout": 512}
 TIMED_REACH = -1  # keys of a window before and behind a query; none is timed yet, not even that of 0 and 0
 TIMED_FORWARD = 256  # of a call without a gradient; 0.99 of torch's speed at 512 under dropout
+# A bias. None is timed yet, so `auto` takes none; once it is, in this range of D and of tokens. Backward has no memory for its tiles beyond D = 64.
+TIMED_BIAS = False
+TIMED_BIAS_HEAD_DIM, TIMED_BIAS_TOKENS = (1, 64), (129, 1024)
+MAX_BIAS_HEAD_DIM = 64
 # The most queries that share a key head there: backward parks dQ of all of them between rounds of keys, for each block; 277 MB of D = 64
 MAX_SHARING = 8192
 

@@ -3,7 +3,7 @@
 Triton forms the scores twice in backward (seven products a pair of tiles), because dK and dV need one order of tiles and dQ the other. Here dS
 passes from the warpgroups that own keys to one that adds up dQ, so that five products are left; and the last tile of queries or keys is as small
 as what is in it. The kernels take plain and causal calls, dense or packed, in 16-bit dtypes, with grouped heads and dropout, and dense rows under
-boolean masks.
+boolean masks or with a bias (`bias.py`), or both.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ ARCHITECTURE = "90a"
 # queries of a team of forward, and how many times as many are in its memory; rows of a chunk, which are keys in forward and queries in backward;
 # keys of a round of backward
 BLOCK_ROWS, QUERY_SLOTS, CHUNK_ROWS, ROUND_ROWS = 128, 2, 64, 128
+# bytes of the bias of 128 x 64 pairs: of a block's queries and a chunk of keys in forward, of a chunk of queries and a round of keys in backward
+_BIAS_TILE = 2 * BLOCK_ROWS * CHUNK_ROWS
 
 
 def source(direction: str) -> Source:
@@ -44,35 +46,44 @@ def threads(direction: str, config: Sm90Config) -> int:
     return 256 * config.teams + 128 if direction == "forward" else 512
 
 
-def shared_bytes(direction: str, head_dim: int, config: Sm90Config) -> int:
+def bias_stages(head_dim: int) -> int:
+    """Tiles of the bias in the memory of a block of forward."""
+    return 4 if rounded(head_dim) == 32 else 2
+
+
+def shared_bytes(direction: str, head_dim: int, config: Sm90Config, bias: bool = False) -> int:
     """Dynamic shared memory of a block; the sources check it."""
     row, stages = 2 * rounded(head_dim), config.stages
     if direction == "forward":
         team = QUERY_SLOTS * (BLOCK_ROWS * row + 32) + stages * 2 * CHUNK_ROWS * row + 8 * (2 * QUERY_SLOTS + 3 * stages)
-        return config.teams * (-(-team // 1024) * 1024)
-    tiles = 4 * ROUND_ROWS * row + (2 * stages + 2 * owns_delta(head_dim)) * CHUNK_ROWS * row + 2 * ROUND_ROWS * CHUNK_ROWS * 2
-    return tiles + stages * 2 * CHUNK_ROWS * 4 + 4 * 32 + 8 * (8 + 3 * stages)
+        return config.teams * (-(-team // 1024) * 1024) + bias * bias_stages(head_dim) * (_BIAS_TILE + 16)
+    tiles = (
+        4 * ROUND_ROWS * row + (2 * stages + 2 * owns_delta(head_dim, bias)) * CHUNK_ROWS * row + 2 * ROUND_ROWS * CHUNK_ROWS * 2
+    )
+    return tiles + stages * (2 * CHUNK_ROWS * 4 + bias * (_BIAS_TILE + 16)) + 4 * 32 + 8 * (8 + 3 * stages)
 
 
-def owns_delta(head_dim: int) -> bool:
-    """Whether backward computes delta itself; at D = 128 the tiles of out do not fit beside the others."""
-    return head_dim <= 64
+def owns_delta(head_dim: int, bias: bool = False) -> bool:
+    """Whether backward computes delta itself. At D = 128 the tiles of out do not fit beside the others; with a bias another kernel finds it."""
+    return head_dim <= 64 and not bias
 
 
 def defines(
     direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config,
-    grouped: bool = False, mask: bool = False, dropout: bool = False, window: bool = False, segment: int = 0,
+    grouped: bool = False, mask: bool = False, dropout: bool = False, window: bool = False, segment: int = 0, bias: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """The macros that a kernel is compiled with. segment: rounds of one, of backward with a window."""
     found = {
         "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "GROUPED": grouped, "MASK": mask, "DROPOUT": dropout,
-        "WINDOW": window, "STAGES": config.stages, "SHARED_BYTES": shared_bytes(direction, head_dim, config),
+        "WINDOW": window, "STAGES": config.stages, "SHARED_BYTES": shared_bytes(direction, head_dim, config, bias),
     }  # fmt: skip
+    if bias:
+        found |= {"BIAS": 1, "BIAS_STAGES": bias_stages(head_dim)} if direction == "forward" else {"BIAS": 1}
     if direction == "forward":
         registers = dict(zip(("COMPUTE_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
         return found | registers | {"TEAMS": config.teams, "QUERY_SLOTS": QUERY_SLOTS}
     registers = dict(zip(("KEY_REGISTERS", "QUERY_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
-    return found | registers | {"OWN_DELTA": owns_delta(head_dim), "SEGMENT": max(1, segment)}
+    return found | registers | {"OWN_DELTA": owns_delta(head_dim, bias), "SEGMENT": max(1, segment)}
 
 
 def takes(args: VarlenArgs, *others: Tensor) -> bool:
@@ -117,6 +128,11 @@ class Moved(NamedTuple):
         strides = tuple([2 * s if n > 1 else 16 for s, n in zip(_strides(tensor), sizes[:3], strict=True)])
         return cls(sizes, strides, (1, 1, 64, 32 if tensor.shape[-1] <= 32 else 64))
 
+    @classmethod
+    def of_bias(cls, bias: Tensor | None) -> tuple[Moved, ...]:
+        """That of a bias (`bias.readable`), if there is one: tiles of 64 queries and 64 keys."""
+        return () if bias is None else (cls.of(bias, 0)._replace(box=(1, 1, CHUNK_ROWS, CHUNK_ROWS)),)
+
 
 class Plan(NamedTuple):
     """A launch for tensors of one signature.
@@ -160,7 +176,10 @@ def _launch(
     window = window_of(args)
     if window is not None:
         numbers |= dict(zip(("window_left", "window_right"), window, strict=True))
-    size = (heads, head_dim, group, args.mask is None, query.dim(), query.dtype, query.device)
+    matrices = None if args.bias is None else tuple(args.bias.shape[:2])
+    if matrices is not None:
+        numbers |= dict(zip(("bias_windows", "bias_owners"), matrices, strict=True))
+    size = (heads, head_dim, group, args.mask is None, matrices, query.dim(), query.dtype, query.device)
     key = (direction, grid, tuple(strides.values()), size, args.causal, args.scale, dropped, window, _segment(args), config)
     found = _LAUNCHES.get(key)
     if found is None:
@@ -175,9 +194,10 @@ def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any]
     query, features = args.query, choice.kind_of(args).features
     causal = _alignment(args) if features[-1] else args.causal
     macros = defines(
-        direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, causal, config, *features, _segment(args)
-    )
-    shared = shared_bytes(direction, query.shape[-1], config)
+        direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, causal, config, *features, _segment(args),
+        args.bias is not None,
+    )  # fmt: skip
+    shared = shared_bytes(direction, query.shape[-1], config, args.bias is not None)
     return CudaLaunch(
         source(direction), f"long_{direction}_sm90", Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
         ARCHITECTURE,
@@ -240,9 +260,13 @@ def plan_forward(args: VarlenArgs, out: Tensor, config: Sm90Config | None = None
     work = free[0] * args.query.shape[1] * -(-args.max_q // BLOCK_ROWS)
     most = multiprocessors(args.query.device)
     grid = most if longest else max(1, min(-(-work // config.teams), most))
-    launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * LOG2E}, config)
+    if args.bias is not None:  # teams of a block share tiles of a matrix
+        matrices = args.bias.shape[0] * args.bias.shape[1]
+        members = free[0] * args.query.shape[1] // matrices
+        grid = max(1, min(matrices * -(-members // config.teams) * -(-args.max_q // BLOCK_ROWS), most))
+    launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * (1.0 if args.bias is not None else LOG2E)}, config)
     moved = tuple(map(Moved.of, (*args[:3], out), (QUERIES, KEYS, KEYS, QUERIES)))
-    return Plan(launch, free, _slots(args), moved)
+    return Plan(launch, free, _slots(args), (*moved, *Moved.of_bias(args.bias)))
 
 
 def plan_backward(
@@ -264,7 +288,7 @@ def plan_backward(
         chunks = max(1, min(chunks, (sum(window) + 62) // CHUNK_ROWS + 1))
     parked_block = group * chunks * CHUNK_ROWS * head_dim if max_k > ROUND_ROWS or window is not None else 0
     moved = tuple(map(Moved.of, (*args[:3], dout, out), (QUERIES, KEYS, KEYS, QUERIES, QUERIES)))
-    return Plan(launch, (*free, parked_block), _slots(args), moved, max(1, grid * parked_block))
+    return Plan(launch, (*free, parked_block), _slots(args), (*moved, *Moved.of_bias(args.bias)), max(1, grid * parked_block))
 
 
 def forward(
@@ -284,7 +308,7 @@ def forward(
 def run_forward(
     plan: Plan, moved: tuple[Tensor, ...], offsets: tuple[int, ...], lse: Tensor, mask: Tensor | None, seed: Tensor | None
 ) -> None:
-    """A launch that is known. moved: query, key, value, out. mask: as it is, `[B, H, Tq, Tk]`. seed: of dropout."""
+    """A launch that is known. moved: query, key, value, out, bias if any. mask: as it is, `[B, H, Tq, Tk]`. seed: of dropout."""
     bits = () if mask is None else (pack(mask, by_key=False),)
     plan.run(moved, (*offsets, moved[3].data_ptr(), lse.data_ptr(), *[x.data_ptr() for x in bits]), seed)
 
@@ -303,14 +327,15 @@ def backward(
 
 def run_backward(
     plan: Plan, moved: tuple[Tensor, ...], offsets: tuple[int, ...], dlse: Tensor | None, lse: Tensor, delta: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, seed: Tensor | None,
+    gradients: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, seed: Tensor | None, inverse: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """A launch that is known. moved: query, key, value, dout, out. mask, seed: as in `run_forward`."""
+    """A launch that is known. moved: query, key, value, dout, out, bias if any. mask, seed: as in `run_forward`. inverse: of a bias, which numbers of
+    its rows come with in place of lse and delta (`NumbersOfRows` of the source)."""
     parked = scratch((plan.parked,), torch.float32, lse.device)
     bits = () if mask is None else (pack(mask, by_key=True),)
     dq, dk, dv = gradients
     pointers = (
         *offsets, lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(), delta.data_ptr(), parked.data_ptr(), dq.data_ptr(),
-        dk.data_ptr(), dv.data_ptr(), *[x.data_ptr() for x in bits],
+        dk.data_ptr(), dv.data_ptr(), *([] if inverse is None else [inverse.data_ptr()]), *[x.data_ptr() for x in bits],
     )  # fmt: skip
     plan.run(moved, pointers, seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -38,16 +40,44 @@ def backward(
     """dq, dk, dv (views of `packed` if given) and dbias."""
     assert out is not None, "the backend saves out"
     assert args.bias is not None, "the backend takes calls with a bias"
-    bias, args = args.bias, _with_dense_rows(args)
-    dq, dk, dv = (empty_like_heads(x) for x in args[:3]) if packed is None else unpack(packed)
+    dq, dk, dv = (empty_like_heads(x) for x in _with_dense_rows(args)[:3]) if packed is None else unpack(packed)
     if args.query.numel() == 0 or args.key.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(bias) if bias_grad else None
-    call, dout = call_of(args, config, bias_grad), dense_last(dout)
+        return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(args.bias) if bias_grad else None
+    found = rows_of(args, dout, dlse, out, lse, bias_grad=bias_grad, config=config)
+    launches.keys(*found, dk, dv)
+    launches.queries(*found, dq)
+    return dq, dk, dv, gradient_of(found, args.bias) if bias_grad else None
+
+
+class Rows(NamedTuple):
+    """A call with the numbers of its queries, float32 `[3, B, H, Tq]`: the shift, inverse and terms of `rows_kernel`."""
+
+    call: SharedBiasCall
+    given: Given
+    dout: Tensor
+    numbers: Tensor
+
+
+def rows_of(
+    args: AttentionArgs,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    bias_grad: bool,
+    config: Config | None = None,
+) -> Rows:
+    """The numbers from which weights are taken again, for the kernels of backward, those of other families too."""
+    args, dout = _with_dense_rows(args), dense_last(dout)
+    call = call_of(args, config, bias_grad)
     given = call.given(args)
-    numbers = launches.rows(call, given, dout, dlse, dense_last(out), lse)
-    launches.keys(call, given, dout, numbers, dk, dv)
-    launches.queries(call, given, dout, numbers, dq)
-    return dq, dk, dv, _of_shape(bias_gradient(call, given, dout, numbers), bias) if bias_grad else None
+    return Rows(call, given, dout, launches.rows(call, given, dout, dlse, dense_last(out), lse))
+
+
+def gradient_of(rows: Rows, bias: Tensor) -> Tensor:
+    """The gradient in the shape and dtype of the bias."""
+    return _of_shape(bias_gradient(*rows), bias)
 
 
 def bias_gradient(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor) -> Tensor:

@@ -13,7 +13,8 @@
 //               every run
 //   loads       asks for tiles, and computes delta in the first round
 //
-// shared memory:   | K, V: two rounds | Q, dO: STAGES chunks | dS^T: two chunks | O: two chunks | -lse, -delta of each chunk | rounds | barriers |
+// shared memory:   | K, V: two rounds | Q, dO: STAGES chunks | dS^T: two chunks | O: two chunks | tiles of the bias: STAGES | -lse, -delta of each chunk |
+//                  | rounds | barriers |
 //
 // With GROUPED heads a round meets the chunks of all query heads that share its keys, one head after another: their dK and dV add up in the registers
 // where those of one head do, and dQ of each head is parked beside that of the others.
@@ -21,6 +22,9 @@
 // Barriers, each with one that says that its memory was read: KEYS (a round's K and V are there, and what it is), CHUNK (a chunk's Q and dO),
 // ROWS (the numbers of its rows), SCORES (dS^T is written). Source: FlashAttention-2 (Dao 2023), algorithm 2, with roles as in FlashAttention-3
 // (Shah et al. 2024); traffic: Q and dO once from memory, then from L2 once a round.
+//
+// With a BIAS a chunk comes with its tile of 64 queries and 128 keys, which is read transposed, and with numbers of its queries that another kernel found
+// (NumbersOfRows): lse has lost the logarithm of the sum where scores are as far off as finfo.min. The gradient of the bias is another kernel's.
 //
 // With a WINDOW a block takes the keys of a segment, SEGMENT rounds, so that a long sequence occupies many blocks. Queries whose window begins in a segment
 // are its own: it writes their dQ, and goes on to the rounds behind its end that their windows reach, of which it writes no dK and dV. A round meets the
@@ -49,14 +53,18 @@ struct LongBackwardShared : Memory {
     __device__ __forceinline__ u32 dout(int stage) const { return query(stage) + QueryTile::BYTES; }
     __device__ __forceinline__ u32 dscores(int n) const { return base + SCORES_AT + n % 2 * ScoreTile::BYTES; }
     __device__ __forceinline__ u32 out(int n) const { return base + OUT_AT + n % 2 * QueryTile::BYTES; }
-    // of each two queries -lse in base 2, then -delta
-    __device__ __forceinline__ u32 rows(int stage) const { return base + ROWS_AT + stage * 8 * CHUNK_ROWS; }
+    // 64 queries and the 64 keys of a warpgroup
+    __device__ __forceinline__ u32 bias(int stage, int warpgroup) const { return base + BIAS_AT + (2 * stage + warpgroup) * BIAS_BLOCK_BYTES; }
+    // of each two queries -lse in base 2, then -delta; with a bias, then whether a query of each 16 is a far one
+    __device__ __forceinline__ u32 rows(int stage) const { return base + ROWS_AT + stage * ROW_BYTES; }
+    __device__ __forceinline__ u32 far(int stage) const { return rows(stage) + 8 * CHUNK_ROWS; }
     __device__ __forceinline__ u32 round(int n) const { return base + ROUNDS_AT + n % ROUNDS_KNOWN * 32; }
     __device__ __forceinline__ u32 barrier(int i) const { return base + BARRIERS_AT + 8 * i; }
 
     static constexpr u32 KEYS_AT = 0, QUERIES_AT = 4 * KeyTile::BYTES, SCORES_AT = QUERIES_AT + STAGES * 2 * QueryTile::BYTES,
-                         OUT_AT = SCORES_AT + 2 * ScoreTile::BYTES, ROWS_AT = OUT_AT + 2 * OWN_DELTA * QueryTile::BYTES,
-                         ROUNDS_AT = ROWS_AT + STAGES * 8 * CHUNK_ROWS, BARRIERS_AT = ROUNDS_AT + ROUNDS_KNOWN * 32;
+                         OUT_AT = SCORES_AT + 2 * ScoreTile::BYTES, BIAS_AT = OUT_AT + 2 * OWN_DELTA * QueryTile::BYTES,
+                         ROWS_AT = BIAS_AT + BIAS * STAGES * 2 * BIAS_BLOCK_BYTES, ROW_BYTES = 8 * CHUNK_ROWS + BIAS * 16,
+                         ROUNDS_AT = ROWS_AT + STAGES * ROW_BYTES, BARRIERS_AT = ROUNDS_AT + ROUNDS_KNOWN * 32;
 };
 static_assert(LongBackwardShared::BARRIERS_AT + 8 * BARRIERS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
@@ -140,21 +148,49 @@ struct Gradients {
     float scale;
 };
 
+// Numbers of each query with a BIAS, at [batch][head][row]: exp2(factor S + shift) |inverse| are its weights, where inverse is 1 if shift is -lse. A far
+// query, whose lse has lost the logarithm of the sum, has its maximum there and one over its sum; a negative inverse says that the factor is 1/4.
+#if BIAS
+static_assert(!OWN_DELTA, "delta comes with these numbers");
+struct NumbersOfRows {
+    const float *shift, *inverse;
+    long long batch, head;
+
+    static __device__ __forceinline__ bool is_far(float shift, float inverse) {
+        return inverse < 0.0f || (fabsf(shift) > 1024.0f * LOG2E && shift > MINUS_INFINITY);
+    }
+    // of a far query, which is taken off its scores; 0 of others
+    __device__ __forceinline__ float maximum(const Item& item, int head_index, int row) const {
+        if (row >= item.q_len) return 0.0f;
+        const long long at = item.batch * batch + head_index * head + row;
+        return is_far(shift[at], inverse[at]) ? -shift[at] * (inverse[at] < 0.0f ? 4.0f : LN2) : 0.0f;
+    }
+    // what is added to the others' scores in base 2
+    static __device__ __forceinline__ float exponent(float shift, float inverse) {
+        return log2_fast(fabsf(inverse)) + (is_far(shift, inverse) ? 0.0f : shift);
+    }
+};
+#else
+struct NumbersOfRows {};
+#endif
+
 // One of the two warpgroups that own keys.
 struct Keys {
     const LongBackwardShared shared;
     const int warpgroup;
-    const float exponent;  // scale * log2(e)
+    const float exponent;  // scale * log2(e); with a bias, the scale
     const Group group;
     const MaskBits mask;
     const Dropout& dropout;
     const Window window;
+    const NumbersOfRows numbers;
     const bool arriving = arriving_lane();
     float dkey[HEAD_DIM / 2], dvalue[HEAD_DIM / 2];
     int step = 0, number = 0;  // chunks, and rounds, so far
 
-    __device__ __forceinline__ Keys(LongBackwardShared shared, int warpgroup, float exponent, Group group, MaskBits mask, const Dropout& dropout, Window window)
-        : shared(shared), warpgroup(warpgroup), exponent(exponent), group(group), mask(mask), dropout(dropout), window(window) {}
+    __device__ __forceinline__ Keys(LongBackwardShared shared, int warpgroup, float exponent, Group group, MaskBits mask, const Dropout& dropout, Window window,
+                                    NumbersOfRows numbers)
+        : shared(shared), warpgroup(warpgroup), exponent(exponent), group(group), mask(mask), dropout(dropout), window(window), numbers(numbers) {}
 
     // S^T, or onto -delta dP^T - delta: 64 keys x N queries
     template <int N, bool ADDS>
@@ -189,6 +225,8 @@ struct Keys {
             multiply<N, !DROPOUT>(dweights, shared.value(number), dout);
         }
         products_wait<NARROW ? 0 : 1>();
+        add_bias<N>(scores, round.item, head, c, stage);
+        const float by = BIAS ? LOG2E : exponent;
 #pragma unroll
         for (int i = 0; i < N / 8; i++) {
             if (NARROW) {
@@ -198,8 +236,8 @@ struct Keys {
             const float2 x = shift[i];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                scores[4 * i + 2 * h] = exp2_fast(fmaf(scores[4 * i + 2 * h], exponent, x.x));
-                scores[4 * i + 2 * h + 1] = exp2_fast(fmaf(scores[4 * i + 2 * h + 1], exponent, x.y));
+                scores[4 * i + 2 * h] = exp2_fast(fmaf(scores[4 * i + 2 * h], by, x.x));
+                scores[4 * i + 2 * h + 1] = exp2_fast(fmaf(scores[4 * i + 2 * h + 1], by, x.y));
             }
         }
         if (MASK) {
@@ -247,6 +285,34 @@ struct Keys {
         products_wait<0>();
         warp_arrives(shared.barrier(CHUNK_READ + stage_of(step)), arriving);
         step++;
+    }
+
+    // scale S^T + bias^T, less the maximum of far queries
+    template <int N>
+    __device__ __forceinline__ void add_bias(float (&scores)[N / 2], const Item& item, int head, int c, int stage) const {
+#if BIAS
+        const int lane = int(threadIdx.x) % 32, column = int(threadIdx.x) / 32 % 4 * 2 + lane / 8 % 2;
+#pragma unroll
+        for (int s = 0; s < N / 16; s++) {
+            u32 words[4];
+            load_transposed(words, Tile<64, 64>::chunk(shared.bias(stage, warpgroup), 0, 16 * s + lane / 16 * 8 + lane % 8, column));
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float2 added = floats_of(words[j]);
+                float &x = scores[8 * s + 2 * j], &y = scores[8 * s + 2 * j + 1];
+                x = fmaf(x, exponent, added.x), y = fmaf(y, exponent, added.y);
+            }
+        }
+        const float4 far = load_floats(shared.far(stage));
+        if (far.x + far.y + far.z + far.w == 0.0f) return;
+#pragma unroll
+        for (int i = 0; i < N / 8; i++)
+#pragma unroll
+            for (int b = 0; b < 2; b++) {
+                const float maximum = numbers.maximum(item, head, c * CHUNK_ROWS + 8 * i + own_column() + b);
+                scores[4 * i + b] -= maximum, scores[4 * i + 2 + b] -= maximum;
+            }
+#endif
     }
 
     // -delta of the queries of column group i, for both rows of this lane
@@ -453,9 +519,11 @@ struct Queries {
 // The inputs: maps of the tensors, and the numbers of each query, at [batch][head][row]. delta is written in the first round if OWN_DELTA.
 struct Inputs {
     const TensorMap &query, &key, &value, &dout, &out;
-    const float *lse, *dlse;
+    const float *lse, *dlse;  // with a bias, lse is the shift and delta -delta |inverse| of NumbersOfRows
     float* delta;
     long long row_batch, row_head;
+    BiasOf bias;
+    NumbersOfRows numbers;
 };
 
 // The warpgroup that asks for tiles. Two threads share a row: one has its lse, the other its delta.
@@ -470,7 +538,8 @@ struct Loads {
     bool pending = false, fresh = false;  // fresh: its delta is to be computed
     bool inside, kept;            // whether the row of this thread exists; whether its delta is needed again
     long long place;              // of its numbers
-    float row;                    // lse, or delta
+    float row;                    // lse, or delta; with a bias, what is added to scores, or -delta
+    bool is_far = false;          // of a bias
 
     __device__ __forceinline__ Loads(LongBackwardShared shared, const Inputs& in, Group group) : shared(shared), in(in), group(group) {}
 
@@ -505,10 +574,15 @@ struct Loads {
         if (OWN_DELTA) sync_threads(OF_LOADS, 128);  // all have read the O of the chunk before the last one
         if (thread == 0) {
             const u32 barrier = shared.barrier(CHUNK + stage);
-            barrier_expect(barrier, (computes ? 3 : 2) * QueryTile::GROUP_BYTES);
+            const int blocks = BIAS ? (round.keys() > 64 ? 2 : 1) : 0;
+            barrier_expect(barrier, (computes ? 3 : 2) * QueryTile::GROUP_BYTES + blocks * BIAS_BLOCK_BYTES);
             QueryTile::load(shared.query(stage), in.query, barrier, 0, it.q_first + first, head, it.batch);
             QueryTile::load(shared.dout(stage), in.dout, barrier, 0, it.q_first + first, head, it.batch);
             if (computes) QueryTile::load(shared.out(loads), in.out, barrier, 0, it.q_first + first, head, it.batch);
+#if BIAS
+            for (int block = 0; block < blocks; block++)
+                in.bias.load(shared.bias(stage, block), barrier, round.start + 64 * block, first, head, it.batch);
+#endif
         }
         // Its latency passes while the rows of the chunk before are told; but a delta that this round reads may be one of those.
         if (!computes && fresh) tell_rows();
@@ -516,7 +590,13 @@ struct Loads {
         const bool here = own < it.q_len;
         const long long at = it.batch * in.row_batch + head * in.row_head + it.q_first + own;
         const float* from = thread % 2 == 0 ? in.lse : computes ? in.dlse : in.delta;
+#if BIAS
+        const float read = here ? from[at] : 0.0f, inverse = here ? in.numbers.inverse[at] : 1.0f;
+        is_far = here && thread % 2 == 0 && NumbersOfRows::is_far(read, inverse);
+        const float x = thread % 2 ? read / fabsf(inverse) : NumbersOfRows::exponent(here ? read : MINUS_INFINITY, inverse);
+#else
         const float x = here && from ? from[at] : 0.0f;
+#endif
         tell_rows();
         pending = true, fresh = computes, inside = here, place = at, row = x;
         kept = round.rounds() > 1;
@@ -537,6 +617,14 @@ struct Loads {
                 if (inside && kept) in.delta[place] = delta;
             }
         }
+#if BIAS
+        store_4(shared.rows(stage) + thread / 4 * 16 + thread % 2 * 8 + thread / 2 % 2 * 4, x);
+        const bool any = __any_sync(~0u, is_far);
+        if (thread % 32 == 0) store_4(shared.far(stage) + thread / 32 * 4, any ? 1.0f : 0.0f);
+        warp_arrives(shared.barrier(ROWS + stage), arriving);
+        pending = false;
+        return;
+#endif
         // a query that sees no key, or does not exist, has no weights
         if (thread % 2 == 0) x = inside && x > MINUS_INFINITY ? x * LOG2E : -MINUS_INFINITY;
         else x = inside ? x : 0.0f;
@@ -597,8 +685,15 @@ struct Loads {
 extern "C" __global__ void __launch_bounds__(512, 1)
     long_backward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
                        const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap dout_map,
-                       const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k, const int* members, const int* count,
+                       const __grid_constant__ TensorMap out_map,
+#if BIAS
+                       const __grid_constant__ TensorMap bias_map,
+#endif
+                       const int* cu_q, const int* cu_k, const int* members, const int* count,
                        const float* lse, const float* dlse, float* delta, float* parked, Number* dquery, Number* dkey, Number* dvalue,
+#if BIAS
+                       const float* inverse_sums,
+#endif
 #if MASK
                        const u64* mask_bits,
 #endif
@@ -618,6 +713,9 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #endif
 #if WINDOW
                        int window_left, int window_right,
+#endif
+#if BIAS
+                       int bias_windows, int bias_owners,
 #endif
                        int heads, int head_dim, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -643,6 +741,11 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                               .dvalue_strides = {dvalue_batch, dvalue_head, dvalue_row},
                               .head_dim = head_dim, .scale = scale};
     const Group group = GROUP;
+#if BIAS
+    const NumbersOfRows numbers{lse, inverse_sums, number_of(row_batch), number_of(row_head)};
+#else
+    const NumbersOfRows numbers{};
+#endif
     const int warpgroup = warpgroup_of();
     if (warpgroup == 3) {
         leave_registers<LOAD_REGISTERS>();
@@ -650,7 +753,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                           .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
                           .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};
         const Inputs in{.query = query_map, .key = key_map, .value = value_map, .dout = dout_map, .out = out_map,
-                        .lse = lse, .dlse = dlse, .delta = delta, .row_batch = number_of(row_batch), .row_head = number_of(row_head)};
+                        .lse = lse, .dlse = dlse, .delta = delta, .row_batch = number_of(row_batch), .row_head = number_of(row_head),
+                        .bias = BIAS_OF_CALL, .numbers = numbers};
         Loads loads(shared, in, group);
         loads.run(batch, WINDOW_OF_CALL);
     } else if (warpgroup == 2) {
@@ -664,7 +768,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #if DROPOUT
         dropout = Dropout::of(*seed, threshold, inverse, heads * group.members(), int(number_of(max_k)));  // heads are those of keys
 #endif
-        Keys keys(shared, warpgroup, scale * LOG2E, group, MASK_BITS, dropout, WINDOW_OF_CALL);
+        Keys keys(shared, warpgroup, BIAS ? scale : scale * LOG2E, group, MASK_BITS, dropout, WINDOW_OF_CALL, numbers);
         keys.run(gradients);
     }
 }

@@ -7,7 +7,8 @@
 // Compiled with HEAD_DIM (32, 64 or 128: D rounded up, the rest is zeros), BF16, PACKED (1: sequences lie one behind another in [T, H, D]; 0: dense
 // rows [B, H, T, D]), CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence), GROUPED (1: query heads, one behind
 // another, share a key head; how many is a parameter), MASK (1: a mask of pairs is given as bits), DROPOUT (1: weights are dropped) and WINDOW (1: a
-// query sees no key further than `left` before its own and `right` behind it; CAUSAL is 1 or 2 then, and says which key is its own).
+// query sees no key further than `left` before its own and `right` behind it; CAUSAL is 1 or 2 then, and says which key is its own). BIAS defined as 1: a
+// bias [W, H or 1, Tq, Tk] in the numbers of the query is added to the scores of dense rows, of which row b reads b % W.
 #pragma once
 #include "accumulator.cuh"
 #include "dropout.cuh"
@@ -17,6 +18,10 @@
 #include "tma.cuh"
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
+
+#ifndef BIAS
+#define BIAS 0
+#endif
 
 // ROWS x COLUMNS numbers of 16 bits: blocks of 64 columns, or one of 32, each with its rows of 128 (64) bytes one below the other, swizzled.
 template <int COLUMNS, int ROWS>
@@ -242,3 +247,30 @@ struct MaskBits {
 };
 #define MASK_BITS MaskBits{}
 #endif
+
+// A bias that rows, or rows and heads, share. windows: W. owners: the heads that it has.
+#if BIAS
+static_assert(!PACKED && !CAUSAL && !WINDOW, "a bias is one of dense rows, and holds what hides keys");
+struct BiasOf {
+    const TensorMap& map;
+    int windows, owners;
+
+    __device__ __forceinline__ int head_of(int head) const { return owners > 1 ? head : 0; }
+    // starts the copy of 64 queries and 64 keys: 8 KB, and zeros where it has no numbers
+    __device__ __forceinline__ void load(u32 tile, u32 barrier, int key, int query, int head, int batch) const {
+        copy_4d(tile, map, barrier, key, query, head_of(head), unsigned(batch) % unsigned(windows));
+    }
+};
+#define BIAS_OF_CALL BiasOf{bias_map, bias_windows, bias_owners}
+#else
+struct BiasOf {};
+#define BIAS_OF_CALL BiasOf{}
+#endif
+constexpr u32 BIAS_BLOCK_BYTES = 64 * 128;  // 64 queries and 64 keys
+
+// scale S + bias is in base e: a bias of finfo.min would overflow in base 2. Beyond this neighbouring numbers are more than 1e30 apart, so that weights
+// are 0 or 1 whatever scores are multiplied by before the exponential; 1/4 leaves them finite.
+constexpr float EXTREME = 1e37f;
+__device__ __forceinline__ float factor_of(float top) {
+    return fabsf(top) > EXTREME ? 0.25f : LOG2E;
+}

@@ -6,10 +6,14 @@
 // With dropout O = (P kept) V / rowsum(P) / (1 - p), and lse is that of all weights.
 //
 // shared memory of a team:   | Q, then O: QUERY_SLOTS times 128 rows | K, V: STAGES chunks of 64 keys | what is told | barriers |
+// with a BIAS, behind all teams:   | BIAS_STAGES tiles of 128 queries and 64 keys | their barriers |
 //
 // The values of a chunk are multiplied while the scores of the next one become weights. The last chunk is as wide as its keys (16, 32 or 64). O is
 // scaled anew only where a row's maximum has grown by 2^8 since it was last. Source: FlashAttention-2 (Dao 2023), algorithm 1; the order of the
 // products after FlashAttention-3, the rare rescaling after FlashAttention-4.
+//
+// With a BIAS, S = scale Q K^T + bias in base e, and m too. The teams of a block take the same queries of problems that share a matrix of the bias, so that
+// a tile of it is read once for both. They meet at its tiles alone, each with the chunks of its own row, and the one with fewer passes the rest.
 //
 // Compiled with the macros of chunks_sm90.cuh, TEAMS (1 or 2), QUERY_SLOTS, STAGES, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES. The registers
 // of all threads are those of the launch, rounded down to 8 a thread: a warpgroup that asks for more waits for ever.
@@ -17,7 +21,7 @@
 #include "ring.cuh"
 
 constexpr int BLOCK_ROWS = 128, CHUNK_KEYS = 64, THREADS = 256 * TEAMS + 128;
-constexpr float SLACK = 8.0f;  // in base 2; weights of 2^8 and their sums are far from the largest half
+constexpr float SLACK = BIAS ? 8.0f * LN2 : 8.0f;  // in base 2, or e with a bias; weights of 2^8 and their sums are far from the largest half
 using QueryTile = Tile<HEAD_DIM, BLOCK_ROWS>;
 using KeyTile = Tile<HEAD_DIM, CHUNK_KEYS>;
 // With two teams a thread has 112 registers, of which ptxas runs out if it holds wider queries: it would wait for each product.
@@ -53,12 +57,44 @@ struct LongForwardShared : Memory {
     static constexpr u32 BARRIERS_AT = WORKS_AT + QUERY_SLOTS * 32;
     static constexpr u32 BYTES = (BARRIERS_AT + 8 * BARRIERS + 1023) / 1024 * 1024;
 };
-static_assert(TEAMS * LongForwardShared::BYTES <= SHARED_BYTES, "the launch asks for too little shared memory");
+
+// the tiles of the bias, of all teams
+struct BiasTiles {
+#if BIAS
+    u32 base;
+
+    enum Barrier { TILE, READ = BIAS_STAGES, BARRIERS = 2 * BIAS_STAGES };
+    using Tiles = Tile<64, BLOCK_ROWS>;
+    static_assert((BIAS_STAGES & (BIAS_STAGES - 1)) == 0, "a place is a tile's number modulo BIAS_STAGES");
+    static constexpr u32 BYTES = BIAS_STAGES * Tiles::BYTES + 8 * BARRIERS;
+
+    __device__ __forceinline__ BiasTiles(u32 all) : base(all + TEAMS * LongForwardShared::BYTES) {}
+    __device__ __forceinline__ u32 tile(int n) const { return base + n % BIAS_STAGES * Tiles::BYTES; }
+    __device__ __forceinline__ u32 filled(int n) const { return base + BIAS_STAGES * Tiles::BYTES + 8 * (TILE + n % BIAS_STAGES); }
+    __device__ __forceinline__ u32 read(int n) const { return base + BIAS_STAGES * Tiles::BYTES + 8 * (READ + n % BIAS_STAGES); }
+    static __device__ __forceinline__ int parity(int n) { return n / BIAS_STAGES & 1; }
+
+    __device__ __forceinline__ void init_barriers() const {
+        for (int i = 0; i < BIAS_STAGES; i++) {
+            barrier_init(filled(i), 1);
+            barrier_init(read(i), 8 * TEAMS);
+        }
+        barrier_fence();
+    }
+#else
+    static constexpr u32 BYTES = 0;
+
+    __device__ __forceinline__ BiasTiles(u32) {}
+    __device__ __forceinline__ void init_barriers() const {}
+#endif
+};
+static_assert(TEAMS * LongForwardShared::BYTES + BiasTiles::BYTES <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // 128 queries of an item, from `first` on; a negative one is the end.
 struct QueryBlock {
     Item item;
     int first;
+    int tiles = 0;  // of the bias, of this team and the others of the block; an item without queries has but these to pass
 
     // keys that some query sees: before `end`, and from chunk `first_chunk` on
     __device__ __forceinline__ int end() const { return CAUSAL ? between(0, first + BLOCK_ROWS + item.reach(), item.k_len) : item.k_len; }
@@ -66,12 +102,12 @@ struct QueryBlock {
     __device__ __forceinline__ int first_chunk() const { return WINDOW ? between(0, first + item.back(), item.k_len) / CHUNK_KEYS : 0; }
 
     __device__ __forceinline__ void tell_to(u32 place) const {
-        const int all[8] = {item.head, item.told_row(), item.q_first, item.q_len, item.k_first, item.k_len, first, 0};
+        const int all[8] = {item.head, item.told_row(), item.q_first, item.q_len, item.k_first, item.k_len, first, tiles};
         tell(place, all);
     }
     static __device__ __forceinline__ QueryBlock from(u32 place, const Window& window) {
         const int head = told(place, 0), row = told(place, 1);
-        return QueryBlock{Item{head, Item::batch_of(row), told(place, 2), told(place, 3), told(place, 4), told(place, 5), 0, row, window}, told(place, 6)};
+        return QueryBlock{Item{head, Item::batch_of(row), told(place, 2), told(place, 3), told(place, 4), told(place, 5), 0, row, window}, told(place, 6), BIAS ? told(place, 7) : 0};
     }
 };
 
@@ -91,14 +127,15 @@ __device__ __forceinline__ int width_of(int left) {
 struct Rows {
     const LongForwardShared shared;
     const int warpgroup;
-    const float exponent;  // scale * log2(e), positive
+    const float exponent;  // scale * log2(e), positive; with a bias, the scale
     const MaskBits mask;
     const Dropout& dropout;
+    const BiasTiles bias;
     int slot;
     u32 query[QUERY_IN_REGISTERS ? HEAD_DIM / 4 : 1];
     float out[HEAD_DIM / 2];
     u32 weights[CHUNK_KEYS / 4];  // of a chunk, whose values are not multiplied yet
-    float top[2], sum[2];  // the maximum that weights are relative to, in base 2
+    float top[2], sum[2];  // the maximum that weights are relative to, in base 2, or e with a bias
 
     __device__ __forceinline__ void begin(int place) {
         slot = place;
@@ -115,7 +152,7 @@ struct Rows {
     // The first N keys of a chunk, which begins at key `first`; MASKED: some of them may not exist or not be seen. FIRST: of an item; otherwise the
     // values of the chunk before are multiplied while the scores of this one are turned into weights. The weights are multiplied later.
     template <int N, bool MASKED, bool FIRST>
-    __device__ __forceinline__ void chunk(int n, const Item& item, int first_query, int first) {
+    __device__ __forceinline__ void chunk(int n, const Item& item, int first_query, int first, int tile, bool arriving) {
         const int stage = __shfl_sync(~0u, stage_of(n), 0);
         // `own_row` gives some builds another schedule here
         const int row = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
@@ -141,6 +178,7 @@ struct Rows {
         // while the products are under way
         if (DROPOUT) survivors = dropout.of_queries<N>(dropout.problem(item.sequence, item.head), first_query, first);
         products_wait<FIRST ? 0 : 1>();
+        add_bias<N>(scores, tile, arriving);
         if (MASKED) {
             const int key = first + own_column();
 #pragma unroll
@@ -157,10 +195,11 @@ struct Rows {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float shift = top[h] == MINUS_INFINITY ? 0.0f : top[h];  // a query that has seen no key yet: -inf - -inf would be NaN
+            const float by = BIAS ? factor_of(shift) : exponent, less = BIAS ? shift * by : shift;
 #pragma unroll
             for (int i = 0; i < N / 8; i++) {
                 float &x = scores[4 * i + 2 * h], &y = scores[4 * i + 2 * h + 1];
-                x = exp2_fast(fmaf(x, exponent, -shift)), y = exp2_fast(fmaf(y, exponent, -shift));
+                x = exp2_fast(fmaf(x, by, -less)), y = exp2_fast(fmaf(y, by, -less));
                 sum[h] += x + y;
             }
         }
@@ -177,6 +216,26 @@ struct Rows {
         for (int h = 0; h < 2; h++)
 #pragma unroll
             for (int i = 0; i < N / 8; i++) weights[2 * i + h] = pack(scores[4 * i + 2 * h], scores[4 * i + 2 * h + 1]);
+    }
+
+    // scale S + bias, of a tile of the bias
+    template <int N>
+    __device__ __forceinline__ void add_bias(float (&scores)[N / 2], int tile, bool arriving) const {
+#if BIAS
+        barrier_wait(bias.filled(tile), BiasTiles::parity(tile));
+#pragma unroll
+        for (int s = 0; s < N / 16; s++) {
+            u32 words[4];
+            load_matrices(words, BiasTiles::Tiles::fragment(bias.tile(tile), 64 * warpgroup, s));
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float2 added = floats_of(words[j]);
+                float &x = scores[8 * s + 2 * j], &y = scores[8 * s + 2 * j + 1];
+                x = fmaf(x, exponent, added.x), y = fmaf(y, exponent, added.y);
+            }
+        }
+        warp_arrives(bias.read(tile), arriving);
+#endif
     }
 
     // O += P V for the first N keys of a chunk, left under way
@@ -209,12 +268,12 @@ struct Rows {
         float most[2];
         own_max(most, scores);
 #pragma unroll
-        for (int h = 0; h < 2; h++) most[h] = quad_max(most[h]) * exponent;
+        for (int h = 0; h < 2; h++) most[h] = BIAS ? quad_max(most[h]) : quad_max(most[h]) * exponent;
         if (!__any_sync(~0u, most[0] > top[0] + SLACK || most[1] > top[1] + SLACK)) return false;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float higher = fmaxf(top[h], most[h]);
-            factor[h] = higher == MINUS_INFINITY ? 1.0f : exp2_fast(top[h] - higher);
+            factor[h] = higher == MINUS_INFINITY ? 1.0f : exp2_fast(BIAS ? (top[h] - higher) * LOG2E : top[h] - higher);
             top[h] = higher;
             sum[h] *= factor[h];
         }
@@ -242,7 +301,7 @@ struct Output {
             factor[h] = sum == 0.0f ? 0.0f : reciprocal(sum);
             if (DROPOUT) factor[h] *= rows.dropout.inverse;
             if (row < it.q_len && threadIdx.x % 4 == 0)
-                lse[it.batch * row_batch + it.head * row_head + it.q_first + row] = sum == 0.0f ? MINUS_INFINITY : (log2_fast(sum) + rows.top[h]) * LN2;
+                lse[it.batch * row_batch + it.head * row_head + it.q_first + row] = sum == 0.0f ? MINUS_INFINITY : BIAS ? fmaf(log2_fast(sum), LN2, rows.top[h]) : (log2_fast(sum) + rows.top[h]) * LN2;
         }
         if (PACKED && first_query + 64 > it.q_len) {
 #pragma unroll
@@ -272,6 +331,59 @@ struct Output {
     }
 };
 
+// The works of a block with a BIAS: all queries of a tile, of as many members as it has teams. Members are the problems that share a matrix of the bias,
+// row by row and, if it has one head, head by head. Heads lie beside each other in time, as they do in memory, and the tiles of one problem too.
+#if BIAS
+struct Sharing {
+    const Batch& batch;
+    const BiasOf& bias;
+
+    __device__ __forceinline__ int blocks() const { return (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS; }
+    __device__ __forceinline__ int heads_each() const { return batch.heads / bias.owners; }
+    __device__ __forceinline__ int members() const { return batch.sequences / bias.windows * heads_each(); }
+    __device__ __forceinline__ int turns() const { return (members() + TEAMS - 1) / TEAMS; }
+    __device__ __forceinline__ int all() const { return bias.windows * turns() * bias.owners * blocks(); }  // the launch fits 31 bits
+
+    // member n of matrix (window, owner), without queries if there is none
+    __device__ __forceinline__ Item item(int window, int owner, int n) const {
+        if (n >= members()) return Item{};
+        const int each = heads_each(), row = unsigned(n) / unsigned(each);
+        return batch.item((window + row * bias.windows) * batch.heads + owner + (n - row * each), Window{});
+    }
+    __device__ __forceinline__ QueryBlock work(int number, int team) const {
+        const int block = number % blocks(), owner = number / blocks() % bias.owners, left = number / blocks() / bias.owners;
+        const int turn = left % turns(), window = left / turns();
+        QueryBlock found{item(window, owner, turn * TEAMS + team), block * BLOCK_ROWS};
+        for (int i = 0; i < TEAMS; i++) found.tiles = max(found.tiles, QueryBlock{item(window, owner, turn * TEAMS + i), 0}.chunks());
+        return found;
+    }
+};
+
+// The warp that asks for tiles of the bias.
+struct BiasLoads {
+    const BiasTiles tiles;
+    const Sharing sharing;
+    int asked = 0;
+
+    __device__ __forceinline__ void run() {
+        const int all = sharing.all();
+#pragma unroll 1
+        for (int number = blockIdx.x; number < all; number += gridDim.x) {
+            const QueryBlock work = sharing.work(number, 0);  // team 0 always has a member
+            const int groups = work.first + 64 < sharing.batch.max_q ? 2 : 1;
+#pragma unroll 1
+            for (int c = 0; c < work.tiles; c++, asked++) {
+                if (asked >= BIAS_STAGES) barrier_wait(tiles.read(asked), BiasTiles::parity(asked) ^ 1);
+                barrier_expect(tiles.filled(asked), groups * BIAS_BLOCK_BYTES);
+                for (int g = 0; g < groups; g++)
+                    sharing.bias.load(tiles.tile(asked) + g * BIAS_BLOCK_BYTES, tiles.filled(asked), c * CHUNK_KEYS, work.first + 64 * g,
+                                      work.item.head, work.item.batch);
+            }
+        }
+    }
+};
+#endif
+
 // The warp that asks for tiles: one lane works, and tells the warpgroups what they are of.
 struct Loads {
     const LongForwardShared shared;
@@ -286,7 +398,7 @@ struct Loads {
         if (works >= QUERY_SLOTS) barrier_wait(shared.barrier(FREE + slot), slot_parity(works) ^ 1);
         work.tell_to(shared.work(slot));
         works++;
-        if (work.first < 0) return barrier_arrive(shared.barrier(QUERY + slot));
+        if (work.first < 0 || (BIAS && work.item.q_len == 0)) return barrier_arrive(shared.barrier(QUERY + slot));
         barrier_expect(shared.barrier(QUERY + slot), 2 * QueryTile::GROUP_BYTES);
         const Item& it = work.item;
         for (int g = 0; g < 2; g++)
@@ -302,6 +414,21 @@ struct Loads {
         KeyTile::load(shared.value(stage), value, shared.barrier(VALUE + stage), 0, it.k_first + first, head, it.batch);
         chunk++;
     }
+
+#if BIAS
+    __device__ __forceinline__ void run_shared(const Sharing& sharing) {
+        const int all = sharing.all();
+#pragma unroll 1
+        for (int number = blockIdx.x; number < all; number += gridDim.x) {
+            const QueryBlock work = sharing.work(number, shared.team);
+            tell_and_ask(work);
+            if (work.item.q_len == 0) continue;
+#pragma unroll 1
+            for (int c = 0; c < work.chunks(); c++) ask_keys(work.item, c * CHUNK_KEYS);
+        }
+        tell_and_ask(QueryBlock{Item{}, -1});
+    }
+#endif
 
     __device__ __forceinline__ void run() {
         const int blocks = IN_PARTS ? 1 : (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS, all = batch.items() * blocks;
@@ -333,6 +460,7 @@ struct Computing {
     const bool arriving;
     bool unread = false;  // the copy engine may read the queries' memory of the work before
     int chunk = 0, works = 0;
+    int tile = 0;  // of the bias, the first of a work
 
     // the queries' memory of the work before is free
     __device__ __forceinline__ void finish() {
@@ -353,17 +481,24 @@ struct Computing {
         const int begin = c * CHUNK_KEYS;
         int keys = CHUNK_KEYS;
         if (c < whole / CHUNK_KEYS && (!WINDOW || begin >= first + 63 + item.back())) {
-            rows.chunk<CHUNK_KEYS, false, FIRST>(chunk, item, first, begin);
+            rows.chunk<CHUNK_KEYS, false, FIRST>(chunk, item, first, begin, tile + c, arriving);
         } else {
             rows.clear_behind(chunk, item.k_len - begin, batch);
             keys = width_of(mine - begin);
-            if (keys == CHUNK_KEYS) rows.chunk<CHUNK_KEYS, true, FIRST>(chunk, item, first, begin);
-            else if (keys == 32) rows.chunk<32, true, FIRST>(chunk, item, first, begin);
-            else rows.chunk<16, true, FIRST>(chunk, item, first, begin);
+            if (keys == CHUNK_KEYS) rows.chunk<CHUNK_KEYS, true, FIRST>(chunk, item, first, begin, tile + c, arriving);
+            else if (keys == 32) rows.chunk<32, true, FIRST>(chunk, item, first, begin, tile + c, arriving);
+            else rows.chunk<16, true, FIRST>(chunk, item, first, begin, tile + c, arriving);
         }
         if (!FIRST) release(chunk - 1);  // of which the products have ended
         chunk++;
         return keys;
+    }
+
+    __device__ __forceinline__ void pass_tile(int c) {
+#if BIAS
+        barrier_wait(rows.bias.filled(tile + c), BiasTiles::parity(tile + c));
+        warp_arrives(rows.bias.read(tile + c), arriving);
+#endif
     }
 
     // the chunks before `end` that the other warpgroup alone needs
@@ -374,7 +509,16 @@ struct Computing {
             barrier_wait(rows.shared.barrier(VALUE + stage_of(chunk)), parity_of(chunk));
             rows.clear_behind(chunk, work.item.k_len - c * CHUNK_KEYS, batch);
             release(chunk);
+            pass_tile(c);  // beside its keys: the other warpgroup waits for the tiles behind it
         }
+    }
+
+    // the tiles of the bias from the c-th on, which other teams alone need
+    __device__ __forceinline__ void pass_tiles(const QueryBlock& work, int c) {
+        if (!BIAS) return;
+#pragma unroll 1
+        for (; c < work.tiles; c++) pass_tile(c);
+        tile += work.tiles;
     }
 
     __device__ __forceinline__ void compute(const QueryBlock& work) {
@@ -399,8 +543,17 @@ struct Computing {
             release(chunk - 1);
         }
         pass(work, c, chunks);
+        pass_tiles(work, c);
         finish();
         output.write(rows, item, first);
+    }
+
+    // a work of which this team has no problem
+    __device__ __forceinline__ void idle(const QueryBlock& work) {
+        finish();
+        pass_tiles(work, 0);
+        sync_threads(OF_WARPGROUP + 2 * rows.shared.team + rows.warpgroup, 128);  // a slow warp would miss the work that takes this one's place
+        if (threadIdx.x % 128 == 0) barrier_arrive(rows.shared.barrier(FREE + slot_of(works)));
     }
 
     __device__ __forceinline__ void run() {
@@ -411,6 +564,11 @@ struct Computing {
             barrier_wait(shared.barrier(QUERY + slot), slot_parity(works));
             const QueryBlock work = QueryBlock::from(shared.work(slot), window);
             if (work.first < 0) break;
+            if (BIAS && work.item.q_len == 0) {
+                idle(work);
+                works++;
+                continue;
+            }
             rows.begin(slot);
             compute(work);
             works++, unread = true;
@@ -422,8 +580,11 @@ struct Computing {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     long_forward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-                      const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k,
-                      const int* members, const int* count,
+                      const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map,
+#if BIAS
+                      const __grid_constant__ TensorMap bias_map,
+#endif
+                      const int* cu_q, const int* cu_k, const int* members, const int* count,
                       Number* out, float* lse,
 #if MASK
                       const u64* mask_bits,
@@ -443,12 +604,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if WINDOW
                       int window_left, int window_right,
 #endif
+#if BIAS
+                      int bias_windows, int bias_owners,
+#endif
                       int heads, int head_dim, float exponent) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                       .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
                       .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};
+    const BiasTiles bias_tiles(shared_address(memory));
     if (threadIdx.x < TEAMS) LongForwardShared(shared_address(memory), threadIdx.x).init_barriers();
+    if (BIAS && threadIdx.x == 0) bias_tiles.init_barriers();
     __syncthreads();
     const int warpgroup = warpgroup_of();
     if (warpgroup == 2 * TEAMS) {
@@ -456,7 +622,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int warp = thread_of() % 128 / 32;
         Loads loads{.shared = LongForwardShared(shared_address(memory), warp), .batch = batch, .query = query_map, .key = key_map, .value = value_map,
                     .group = GROUP, .window = WINDOW_OF_CALL};
+#if BIAS
+        const BiasOf bias = BIAS_OF_CALL;
+        const Sharing sharing{batch, bias};
+        if (warp < TEAMS && thread_of() % 32 == 0) loads.run_shared(sharing);
+        if (warp == TEAMS && thread_of() % 32 == 0) BiasLoads{bias_tiles, sharing}.run();
+#else
         if (warp < TEAMS && thread_of() % 32 == 0) loads.run();
+#endif
         return;
     }
     take_registers<COMPUTE_REGISTERS>();
@@ -467,7 +640,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dropout = Dropout::of(*seed, threshold, inverse, heads, batch.max_k);
 #endif
     Computing computing{.rows = Rows{.shared = LongForwardShared(shared_address(memory), warpgroup / 2), .warpgroup = warpgroup % 2, .exponent = exponent,
-                                     .mask = MASK_BITS, .dropout = dropout},
+                                     .mask = MASK_BITS, .dropout = dropout, .bias = bias_tiles},
                         .output = output, .batch = batch, .window = WINDOW_OF_CALL, .arriving = arriving_lane()};
     computing.run();
 }
