@@ -352,12 +352,12 @@ BIASED = {"mask": "bias", "mask_shape": (1, 12, 197, 197)}
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("features", [f for n in range(4) for f in itertools.combinations(FEATURES[:3], n)], ids="-".join)
+@pytest.mark.parametrize("features", [f for n in range(4) for f in itertools.combinations(PARTS[:3], n)], ids="-".join)
 @pytest.mark.parametrize("key", [key for key in sm90.CONFIGS if key != ("backward", 128)], ids=str)
 def test_binary_with_a_bias(key, features, bf16):
     direction, dim = key
     chosen = sm90.CONFIGS[key]
-    flags = [x in features for x in FEATURES]
+    flags = [x in features for x in PARTS]
     macros = sm90.defines(direction, dim, bf16, False, 0, chosen, *flags, bias=True)
     made = build(sm90.source(direction), sm90.ARCHITECTURE, Options.of(macros))
     assert "Potential Performance Loss" not in made.log, made.log

@@ -554,7 +554,7 @@ def test_kernels_fit_their_architecture(compiled):
         "count_kernel", "place_kernel", "forward_tile_kernel", "forward_long_kernel", "backward_tile_kernel", "delta_kernel",
         "backward_keys_kernel", "backward_queries_kernel", "clear_kernel", "weights_kernel", "backward_bias_kernel", "bounds_kernel", "survivors_kernel", "forward_tokens_kernel",
         "backward_tokens_kernel", "rank_kernel", "copy_kernel", "zero_behind_kernel", "scores_kernel", "scores_gradient_kernel", "forward_kernel", "rows_kernel", "keys_kernel", "queries_kernel", "bias_kernel",
-        "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
+        "in_order_kernel", "longest_first_kernel", "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
     assert {r["kernel"] for r in rows} == kernels
     failures = failures_of(release, arch, rows)
