@@ -1,8 +1,8 @@
 """Token tiles in CUDA C++ (`cuda/tokens_*.cu`), for sm_90: what they take, and their launches.
 
 A warp takes 16 tokens and multiplies the rows of their sequences alone, where Triton's programs of four warps multiply those of 64 tokens. All rows are
-asked for at once. Bounds and the draw of dropout are those of the Triton kernels, which take what these decline: windows, D beyond 64 or not a multiple
-of 8, tensors that 16-byte copies cannot address.
+asked for at once. Each block finds the bounds of its tokens. The draw of dropout is that of the Triton kernels, which take what these decline: windows,
+D beyond 64 or not a multiple of 8, tensors that 16-byte copies cannot address.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, CudaLaunch
 from saccade.launch.disabled import FAILURES, disable, failure_of
 from saccade.launch.dropout import survival_inverse
-from saccade.native.described import FIXED, QUERIES
+from saccade.native.described import FIXED, QUERIES, SEQUENCES
 from saccade.native.recording import varying
 from saccade.nvrtc import Bound, Options, Source, obstacles
 
@@ -45,7 +45,7 @@ def source(direction: str) -> Source:
 def shared_bytes(direction: str, head_dim: int) -> int:
     """Dynamic shared memory of a block; the sources check it."""
     row = 2 * rounded(head_dim)
-    return (TILE + 2 * ROWS) * row if direction == "forward" else ROWS * (4 * row + 8)
+    return 8 * TILE + ((TILE + 2 * ROWS) * row if direction == "forward" else ROWS * (4 * row + 8))
 
 
 def defines(
@@ -132,28 +132,25 @@ def _run(
     except FAILURES as error:
         disable(_named(call, direction), "the Triton kernel", error)
         return False
-    free = varying((call.total_q,) if bits is None else (call.total_q, words), (QUERIES, FIXED))
+    free = varying((call.total_q, call.sequences, *[words] * (bits is not None)), (QUERIES, SEQUENCES, FIXED))
     owners = call.heads if direction == "forward" else call.heads // call.group
     given = pointers if bits is None else (*pointers, bits)
     launch(*[x.data_ptr() for x in given], *free, grid=-(-call.total_q // TILE) * owners, follows=(owners, 0, TILE))
     return True
 
 
-def forward(call: RaggedCall, bounds: Tensor, bits: Tensor | None, words: int, out: Tensor, lse: Tensor) -> bool:
-    """out and lse of all tokens; False where the Triton kernel has to compute them. bits, words: of `survivors_kernel`, bits None without dropout."""
-    if not takes(call, "forward", out):
-        return False
+def forward(call: RaggedCall, bits: Tensor | None, words: int, out: Tensor, lse: Tensor) -> bool:
+    """out and lse of all tokens of a call that they take; False where the kernel does not compile. bits, words: of `survivors_kernel`, bits None
+    without dropout."""
     inputs = call.args[:3]
-    return _run(call, "forward", (*inputs, out), (*inputs, bounds, out, lse), bits, words, False)
+    return _run(call, "forward", (*inputs, out), (*inputs, call.args.cu_seqlens_q, out, lse), bits, words, False)
 
 
 def backward(
-    call: RaggedCall, bounds: Tensor, bits: Tensor | None, words: int, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
+    call: RaggedCall, bits: Tensor | None, words: int, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> bool:  # fmt: skip
     """Every gradient of all tokens; False as in `forward`."""
-    if not takes(call, "backward", dout, out, *gradients):
-        return False
     inputs = call.args[:3]
-    pointers = (*inputs, bounds, dout, out, lse, lse if dlse is None else dlse, *gradients)
+    pointers = (*inputs, call.args.cu_seqlens_q, dout, out, lse, lse if dlse is None else dlse, *gradients)
     return _run(call, "backward", (*inputs, dout, out, *gradients), pointers, bits, words, dlse is not None)

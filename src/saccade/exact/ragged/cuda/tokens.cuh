@@ -7,6 +7,7 @@
 // Macros: those of sequence.cuh (CAUSAL 0 or 1), DROPOUT (1: `bits` says which weights survive).
 #pragma once
 #include "accumulator.cuh"
+#include "prefetch.cuh"
 #include "sequence.cuh"
 
 constexpr int TILE = 16 * WARPS;
@@ -18,11 +19,55 @@ __device__ __forceinline__ int number_of(const void* given) {
     return int(reinterpret_cast<unsigned long long>(given));
 }
 
-// The first row of each token's sequence, and the row behind its last, as `bounds_kernel` clamps them. Both are the end of all behind the last sequence.
-struct Bounds {
-    const int *first, *last;
+// The sequences of a call, begin and end of sequence s in offsets[s] and offsets[s + 1].
+struct Sequences {
+    const int* offsets;
+    int number, total;  // total: tokens
 
-    __device__ __forceinline__ Bounds(const int* bounds, int total) : first(bounds), last(bounds + total) {}
+    // clamped: offsets come from the device, and nobody has checked them
+    __device__ __forceinline__ int at(int i) const { return min(max(offsets[i], 0), total); }
+};
+
+// The first row of each of the tile's tokens' sequence, and the row behind its last, in shared memory. Both are the end of all behind the last sequence.
+//
+// A block finds them itself: up to 64 sequences in one round of loads, up to 2,048 in two. A launch that finds them for all blocks takes 2 to 4 us.
+struct Bounds {
+    int* const found;  // first rows, then last ones
+    const int begin;   // the first token
+
+    static constexpr u32 BYTES = 8 * TILE;
+    static constexpr int FEW = THREADS / 2;
+
+    __device__ __forceinline__ int first(int token) const { return found[token - begin]; }
+    __device__ __forceinline__ int last(int token) const { return found[TILE + token - begin]; }
+
+    // A sequence at most FEW before that of the first token, by each warp for itself.
+    __device__ __forceinline__ int sequence_before(const Sequences& of) const {
+        int low = 0, high = of.number;
+#pragma unroll 1
+        while (high - low > FEW) {
+            const int step = (high - low + 31) / 32, probe = low + (int(threadIdx.x) % 32 + 1) * step;
+            const int steps = __popc(__ballot_sync(~0u, probe <= of.number && of.offsets[min(probe, of.number)] <= begin));
+            high = min(high, low + (steps + 1) * step - 1);
+            low = min(low + steps * step, high);
+        }
+        return low;
+    }
+
+    __device__ __forceinline__ void find(const Sequences& of) const {
+        const int end = of.at(of.number), behind = min(begin + TILE, end);
+        for (int i = threadIdx.x; i < 2 * TILE; i += THREADS) found[i] = end;
+        bool are_left = true;
+#pragma unroll 1
+        for (int sequence = sequence_before(of) + int(threadIdx.x); are_left; sequence += THREADS) {
+            const bool is_there = sequence < of.number;
+            const int first = is_there ? of.at(sequence) : 0, last = is_there ? of.at(sequence + 1) : 0;
+            __syncthreads();
+            for (int i = max(first - begin, 0); i < min(last - begin, TILE); i++) found[i] = first, found[TILE + i] = last;
+            // between two tokens of a tile there may be any number of empty sequences
+            are_left = __syncthreads_or(threadIdx.x == THREADS - 1 && sequence + 1 < of.number && last < behind);
+        }
+    }
 };
 
 // The tokens that a block computes together, begin .. stop - 1, and the rows of their sequences, low .. high - 1: all of the tile, or, once a NaN was
@@ -36,14 +81,14 @@ struct Groups {
     __device__ __forceinline__ Groups(const Bounds& bounds, int begin, int total)
         : bounds(bounds), behind(min(begin + TILE, total)), begin(begin), stop(behind) { find(); }
     __device__ __forceinline__ bool are_left() const { return begin < behind; }
-    __device__ __forceinline__ void find() { low = bounds.first[begin], high = bounds.last[stop - 1]; }
+    __device__ __forceinline__ void find() { low = bounds.first(begin), high = bounds.last(stop - 1); }
 
     __device__ __forceinline__ void next(bool found_nan) {
-        const bool several = found_nan && !alone && bounds.first[stop - 1] != low;
+        const bool several = found_nan && !alone && bounds.first(stop - 1) != low;
         alone |= several;
         if (!several) begin = stop;
         if (begin >= behind) return;
-        const int end = bounds.last[begin];
+        const int end = bounds.last(begin);
         stop = alone && end > begin ? min(end, behind) : behind;
         find();
     }
@@ -69,13 +114,13 @@ struct Own {
         begin = max(group.begin, warp_begin), stop = min(group.stop, warp_begin + 16);
         low = high = 0;
         // within the group's, whatever the offsets say
-        if (begin < stop) low = max(bounds.first[begin], group.low), high = min(bounds.last[stop - 1], group.high);
+        if (begin < stop) low = max(bounds.first(begin), group.low), high = min(bounds.last(stop - 1), group.high);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int row = token + 8 * h;
             there[h] = row >= group.begin && row < group.stop;
-            first[h] = there[h] ? bounds.first[row] : 0;
-            last[h] = there[h] ? bounds.last[row] : 0;
+            first[h] = there[h] ? bounds.first(row) : 0;
+            last[h] = there[h] ? bounds.last(row) : 0;
         }
     }
     // The keys that a query sees, and the queries that see a key, before `end`: behind it a step reads zeros.
@@ -98,6 +143,12 @@ struct Rows {
     __device__ __forceinline__ Rows(const Number* tensor, Strides strides, int head) : at(tensor + strides.at(0, head)), stride(strides.row) {}
     __device__ __forceinline__ const Number* row(int token) const { return at + token * stride; }
 };
+
+// Asks for the tile's own rows of a tensor before the bounds tell which others are needed: memory answers while the block looks for them.
+__device__ __forceinline__ void prefetch_rows(const Rows& rows, int begin, int total, int head_dim, int first_thread) {
+    const int row = int(threadIdx.x) - first_thread;
+    if (row >= 0 && row < min(TILE, total - begin)) prefetch_to_l2(rows.row(begin + row), 2 * head_dim);
+}
 
 // Starts the copies of rows of two tensors, from token `first` on, into two tiles, with zeros from head_dim on.
 __device__ __forceinline__ void copy_rows(u32 tile, const Rows& one, u32 other_tile, const Rows& other, int first, int rows, int zeros, int head_dim) {

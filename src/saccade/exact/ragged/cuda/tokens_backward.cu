@@ -3,7 +3,7 @@
 //   P = exp(scale Q K^T - lse)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dK = scale dS^T Q    dQ = scale dS K
 //   delta = rowsum(dO O) - dlse
 //
-// shared memory:   | Q | dO | K | V: ROWS rows each | -lse in base 2 and delta of each row of Q |
+// shared memory:   | Q | dO | K | V: ROWS rows each | -lse in base 2 and delta of each row of Q | bounds of the tokens |
 //
 // A warp takes its 16 tokens as queries, over the keys of their sequences, and then as keys, over the queries of the same rows, transposed: three and
 // four products, and no sum leaves the warp. All rows that a tile needs are asked for at once, with delta computed while they travel, and waited for once.
@@ -14,7 +14,7 @@
 // Compiled with the macros of tokens.cuh, HAS_DLSE, GROUPED, BLOCKS (of a multiprocessor, which bounds registers), SHARED_BYTES.
 #include "tokens.cuh"
 
-static_assert(SHARED_BYTES == 4 * TILE_BYTES + 8 * ROWS, "what the launch asks for");
+static_assert(SHARED_BYTES == 4 * TILE_BYTES + 8 * ROWS + Bounds::BYTES, "what the launch asks for");
 
 struct BackwardShared {
     u32 base;
@@ -194,12 +194,12 @@ __device__ __forceinline__ void await_rows() {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    tokens_backward(const Number* query, const Number* key, const Number* value, const int* bounds_of_tokens, const Number* dout, const Number* out,
+    tokens_backward(const Number* query, const Number* key, const Number* value, const int* offsets, const Number* dout, const Number* out,
                     const float* lse, const float* dlse, Number* dquery, Number* dkey, Number* dvalue,
 #if DROPOUT
                     const u32* bits,
 #endif
-                    const void* tokens,
+                    const void* tokens, const void* sequences,
 #if DROPOUT
                     const void* words,
 #endif
@@ -216,7 +216,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int tile = blockIdx.x / u32(owners), owner = blockIdx.x - tile * owners, begin = tile * TILE, members = GROUPED ? group_size : 1;
     const Rows k(key, {key_row, key_head}, owner), v(value, {value_row, value_head}, owner);
     const Gradient to_query{dquery, {dquery_row, dquery_head}}, to_key{dkey, {dkey_row, dkey_head}}, to_value{dvalue, {dvalue_row, dvalue_head}};
-    const Bounds bounds(bounds_of_tokens, total);
+    const Bounds bounds{reinterpret_cast<int*>(memory + 4 * TILE_BYTES + 8 * ROWS), begin};
+    const Rows own_rows[5] = {k, v, Rows(query, {query_row, query_head}, owner * members), Rows(dout, {dout_row, dout_head}, owner * members),
+                              Rows(out, {out_row, out_head}, owner * members)};
+#pragma unroll
+    for (int i = 0; i < 5; i++) prefetch_rows(own_rows[i], begin, total, head_dim, i % 2 * (THREADS / 2));
+    bounds.find({offsets, number_of(sequences), total});
     bool used = false;  // others may read the tiles yet
 #pragma unroll 1
     for (Groups group(bounds, begin, total); group.are_left();) {

@@ -2,7 +2,7 @@
 //
 //   S = Q K^T    m = running rowmax(scale S)    P = exp(scale S - m)    O = P V / rowsum(P)    lse = m + log(rowsum(P))
 //
-// shared memory:   | Q: TILE rows | K: ROWS | V: ROWS |
+// shared memory:   | Q: TILE rows | K: ROWS | V: ROWS | bounds of the tokens |
 //
 // All rows that a tile needs are asked for at once, and waited for once; a tile whose sequences have more than MOST rows walks over chunks of them.
 // Then each warp is on its own: 16 queries over the keys of their sequences, up to STEP at a time, in registers. Products of 16 rows and not of
@@ -13,7 +13,7 @@
 #include "tokens.cuh"
 
 constexpr int QUERY_BYTES = TILE * PITCH;
-static_assert(SHARED_BYTES == QUERY_BYTES + 2 * TILE_BYTES, "what the launch asks for");
+static_assert(SHARED_BYTES == QUERY_BYTES + 2 * TILE_BYTES + Bounds::BYTES, "what the launch asks for");
 
 // 16 queries of a warp
 struct Queries {
@@ -91,11 +91,11 @@ struct Queries {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    tokens_forward(const Number* query, const Number* key, const Number* value, const int* bounds_of_tokens, Number* out, float* lse,
+    tokens_forward(const Number* query, const Number* key, const Number* value, const int* offsets, Number* out, float* lse,
 #if DROPOUT
                    const u32* bits,
 #endif
-                   const void* tokens,
+                   const void* tokens, const void* sequences,
 #if DROPOUT
                    const void* words,
 #endif
@@ -117,11 +117,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const bool inside = row < own_rows && 8 * chunk < head_dim;
         copy_16(chunk_at(queries, row, chunk), inside ? from.row(begin + row) + 8 * chunk : query, inside);
     }
+    prefetch_rows(k, begin, total, head_dim, 0);
+    prefetch_rows(v, begin, total, head_dim, THREADS / 2);
     Survivors survivors{};
 #if DROPOUT
     survivors = {bits + (long long)head * total * number_of(words), number_of(words), inverse};
 #endif
-    const Bounds bounds(bounds_of_tokens, total);
+    const Bounds bounds{reinterpret_cast<int*>(memory + QUERY_BYTES + 2 * TILE_BYTES), begin};
+    bounds.find({offsets, number_of(sequences), total});
     Queries rows(keys, values, lane, exponent);
     bool held = false;
 #pragma unroll 1
