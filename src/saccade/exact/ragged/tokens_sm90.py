@@ -45,7 +45,7 @@ def source(direction: str) -> Source:
 def shared_bytes(direction: str, head_dim: int) -> int:
     """Dynamic shared memory of a block; the sources check it."""
     row = 2 * rounded(head_dim)
-    return 8 * TILE + ((TILE + 2 * ROWS) * row if direction == "forward" else ROWS * (4 * row + 8))
+    return (TILE + 2 * ROWS) * row if direction == "forward" else ROWS * (4 * row + 8)
 
 
 def defines(
@@ -54,9 +54,9 @@ def defines(
     """The macros that a kernel is compiled with."""
     found = {
         "HEAD_DIM": rounded(head_dim), "ROWS": ROWS, "WARPS": TILE // 16, "BF16": bf16, "CAUSAL": causal, "DROPOUT": dropout, "BLOCKS": shape.blocks,
-        "SHARED_BYTES": shared_bytes(direction, head_dim),
+        "GROUPED": grouped, "SHARED_BYTES": shared_bytes(direction, head_dim),
     }  # fmt: skip
-    return found | ({"STEP": shape.step} if direction == "forward" else {"GROUPED": grouped, "HAS_DLSE": dlse})
+    return found | ({"STEP": shape.step} if direction == "forward" else {"HAS_DLSE": dlse})
 
 
 def takes(call: RaggedCall, direction: str, *others: Tensor) -> bool:
@@ -67,11 +67,13 @@ def takes(call: RaggedCall, direction: str, *others: Tensor) -> bool:
         return False
     if obstacles(ARCHITECTURE) or failure_of(_named(call, direction)) is not None:
         return False
-    return all(_on_16_bytes(x) for x in (*args[:3], *others))
+    return all(_is_movable(x) for x in (*args[:3], *others))
 
 
-def _on_16_bytes(tensor: Tensor) -> bool:
-    return tensor.data_ptr() % 16 == 0 and not (tensor.stride(0) | tensor.stride(1)) % 8
+def _is_movable(tensor: Tensor) -> bool:
+    """Whether 16 bytes are the unit of all its rows, and 31 bits hold its strides."""
+    strides = tensor.stride()[:2]
+    return tensor.data_ptr() % 16 == 0 and all(0 <= s < 2**31 and s % 8 == 0 for s in strides)
 
 
 def _named(call: RaggedCall, direction: str) -> tuple[Any, ...]:
@@ -105,7 +107,9 @@ def _launch(call: RaggedCall, direction: str, tensors: tuple[Tensor, ...], dlse:
     )
     found = _LAUNCHES.get(key)
     if found is None:
-        numbers: dict[str, Any] = {"group_size": call.group, "head_dim": call.head_dim}
+        numbers: dict[str, Any] = {"head_dim": call.head_dim}
+        if call.group > 1:
+            numbers["group_size"] = call.group
         if direction == "forward":
             numbers |= {"heads": call.heads, "exponent": args.scale * LOG2E}
         else:

@@ -28,47 +28,67 @@ struct Sequences {
     __device__ __forceinline__ int at(int i) const { return min(max(offsets[i], 0), total); }
 };
 
-// The first row of each of the tile's tokens' sequence, and the row behind its last, in shared memory. Both are the end of all behind the last sequence.
+// The rows where sequences begin and end, as far as the tile's tokens are concerned. A token's sequence begins at the last such row up to its own, and ends
+// at the next; tokens behind the last sequence belong to an empty one.
 //
-// A block finds them itself: up to 64 sequences in one round of loads, up to 2,048 in two. A launch that finds them for all blocks takes 2 to 4 us.
+// Each warp finds them itself, without memory of its own: up to 64 sequences in one round of loads, up to 2,048 in two. A launch that finds them for all
+// blocks takes 2 to 4 us.
 struct Bounds {
-    int* const found;  // first rows, then last ones
-    const int begin;   // the first token
+    int begin, end;      // the first token, and the row behind the last sequence
+    u64 inside;          // bit i: begin + i is such a row
+    int before, behind;  // the last one up to the first token, and the first behind the tile
 
-    static constexpr u32 BYTES = 8 * TILE;
-    static constexpr int FEW = THREADS / 2;
+    static constexpr int AT_ONCE = 4, WINDOW = 32 * AT_ONCE;
 
-    __device__ __forceinline__ int first(int token) const { return found[token - begin]; }
-    __device__ __forceinline__ int last(int token) const { return found[TILE + token - begin]; }
+    __device__ __forceinline__ int first(int token) const {
+        if (token >= end) return end;
+        const u64 earlier = inside & ((2ull << (token - begin)) - 1);
+        return earlier ? begin + 63 - __clzll(earlier) : before;
+    }
+    __device__ __forceinline__ int last(int token) const {
+        if (token >= end) return end;
+        const u64 later = inside >> (token - begin) >> 1;
+        return later ? token + __ffsll(later) : behind;
+    }
 
-    // A sequence at most FEW before that of the first token, by each warp for itself.
-    __device__ __forceinline__ int sequence_before(const Sequences& of) const {
+    __device__ __forceinline__ Bounds(const Sequences& of, int begin) : begin(begin), end(of.at(of.number)), inside(0), before(0), behind(end) {
+        const int lane = threadIdx.x % 32, needed = min(begin + TILE, end);
+        if (u32(end - begin) < TILE) inside = 1ull << (end - begin);
+        if (begin >= end) return;
+        // between two tokens there may be any number of empty sequences
+#pragma unroll 1
+        for (int from = sequence_before(of, lane), most = -1; most < needed && from <= of.number; from += WINDOW) {
+            u64 bits = 0;
+            most = -1;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int row = of.at(min(from + 32 * i + lane, of.number)), place = row - begin;
+                if (u32(place) < TILE) bits |= 1ull << place;
+                if (place <= 0) before = max(before, row);
+                if (place >= TILE) behind = min(behind, row);
+                most = max(most, row);
+            }
+            inside |= u64(__reduce_or_sync(~0u, u32(bits >> 32))) << 32 | __reduce_or_sync(~0u, u32(bits));
+            most = __reduce_max_sync(~0u, most);
+        }
+        before = __reduce_max_sync(~0u, before), behind = __reduce_min_sync(~0u, behind);
+    }
+
+private:
+    // a sequence at most WINDOW / 2 before that of the first token
+    __device__ __forceinline__ int sequence_before(const Sequences& of, int lane) const {
         int low = 0, high = of.number;
 #pragma unroll 1
-        while (high - low > FEW) {
-            const int step = (high - low + 31) / 32, probe = low + (int(threadIdx.x) % 32 + 1) * step;
+        while (high - low > WINDOW / 2) {
+            const int step = (high - low + 31) / 32, probe = low + (lane + 1) * step;
             const int steps = __popc(__ballot_sync(~0u, probe <= of.number && of.offsets[min(probe, of.number)] <= begin));
             high = min(high, low + (steps + 1) * step - 1);
             low = min(low + steps * step, high);
         }
         return low;
     }
-
-    __device__ __forceinline__ void find(const Sequences& of) const {
-        const int end = of.at(of.number), behind = min(begin + TILE, end);
-        for (int i = threadIdx.x; i < 2 * TILE; i += THREADS) found[i] = end;
-        bool are_left = true;
-#pragma unroll 1
-        for (int sequence = sequence_before(of) + int(threadIdx.x); are_left; sequence += THREADS) {
-            const bool is_there = sequence < of.number;
-            const int first = is_there ? of.at(sequence) : 0, last = is_there ? of.at(sequence + 1) : 0;
-            __syncthreads();
-            for (int i = max(first - begin, 0); i < min(last - begin, TILE); i++) found[i] = first, found[TILE + i] = last;
-            // between two tokens of a tile there may be any number of empty sequences
-            are_left = __syncthreads_or(threadIdx.x == THREADS - 1 && sequence + 1 < of.number && last < behind);
-        }
-    }
 };
+static_assert(TILE == 64, "a bit for each token");
 
 // The tokens that a block computes together, begin .. stop - 1, and the rows of their sequences, low .. high - 1: all of the tile, or, once a NaN was
 // found, those of one sequence at a time. A weight of 0 times a NaN is a NaN, and that of one sequence must not reach another.
@@ -135,14 +155,21 @@ struct Own {
     __device__ __forceinline__ int begin_of_queries() const { return CAUSAL ? max(low, begin) : low; }
 };
 
-// the rows of a head
-struct Rows {
-    const Number* at;
-    long long stride;
-
-    __device__ __forceinline__ Rows(const Number* tensor, Strides strides, int head) : at(tensor + strides.at(0, head)), stride(strides.row) {}
-    __device__ __forceinline__ const Number* row(int token) const { return at + token * stride; }
+// strides in numbers
+struct Apart {
+    int row, head;
 };
+
+// the rows of a head
+template <class T>
+struct RowsOf {
+    T* at;
+    int stride;
+
+    __device__ __forceinline__ RowsOf(T* tensor, Apart apart, int head) : at(tensor + (long long)head * apart.head), stride(apart.row) {}
+    __device__ __forceinline__ T* row(int token) const { return at + (long long)token * stride; }
+};
+using Rows = RowsOf<const Number>;
 
 // Asks for the tile's own rows of a tensor before the bounds tell which others are needed: memory answers while the block looks for them.
 __device__ __forceinline__ void prefetch_rows(const Rows& rows, int begin, int total, int head_dim, int first_thread) {
@@ -150,15 +177,36 @@ __device__ __forceinline__ void prefetch_rows(const Rows& rows, int begin, int t
     if (row >= 0 && row < min(TILE, total - begin)) prefetch_to_l2(rows.row(begin + row), 2 * head_dim);
 }
 
-// Starts the copies of rows of two tensors, from token `first` on, into two tiles, with zeros from head_dim on.
-__device__ __forceinline__ void copy_rows(u32 tile, const Rows& one, u32 other_tile, const Rows& other, int first, int rows, int zeros, int head_dim) {
-    const Number *from = one.row(first), *other_from = other.row(first);
-    for (int i = threadIdx.x; i < (rows + zeros) * CHUNKS; i += THREADS) {
-        const int row = i / CHUNKS, chunk = i % CHUNKS;
-        const bool inside = row < rows && 8 * chunk < head_dim;
-        copy_16(chunk_at(tile, row, chunk), inside ? from + row * one.stride + 8 * chunk : from, inside);
-        copy_16(chunk_at(other_tile, row, chunk), inside ? other_from + row * other.stride + 8 * chunk : other_from, inside);
-    }
+// The part of a thread in copies of rows: one chunk of every APART-th row, so that its places differ by a constant.
+constexpr int APART = THREADS / CHUNKS;
+static_assert(APART % 8 == 0, "chunks of these rows lie at the same place of their rows");
+
+__device__ __forceinline__ void store_zeros(unsigned char* to) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+}
+
+// Starts the copies of rows of a tensor, from token `first` on; columns from head_dim on are left as they are.
+__device__ __forceinline__ void copy_rows(u32 tile, const Rows& from, int first, int rows, int head_dim) {
+    const int chunk = threadIdx.x % CHUNKS;
+    int row = threadIdx.x / CHUNKS;
+    u32 to = chunk_at(tile, row, chunk);
+    const Number* at = from.row(first + row) + 8 * chunk;
+    if (8 * chunk >= head_dim) return;
+#pragma unroll 4
+    for (; row < rows; row += APART, to += APART * PITCH, at += (long long)APART * from.stride) copy_16_of_row(to, at);
+}
+
+// Zeros in 15 rows of a tile, from `row` on. A tile's place is told from the beginning of `memory`.
+__device__ __forceinline__ void clear_behind(unsigned char* memory, u32 tile, int row) {
+    static_assert(15 * CHUNKS <= THREADS, "a chunk each");
+    if (threadIdx.x < 15 * CHUNKS) store_zeros(memory + chunk_at(tile, row + threadIdx.x / CHUNKS, threadIdx.x % CHUNKS));
+}
+
+// Zeros in the columns from head_dim on of so many rows of tiles, which lie one behind another.
+__device__ __forceinline__ void clear_columns(unsigned char* memory, u32 tiles, int rows, int head_dim) {
+    const int chunk = threadIdx.x % CHUNKS;
+    if (8 * chunk < head_dim) return;
+    for (int row = threadIdx.x / CHUNKS; row < rows; row += APART) store_zeros(memory + chunk_at(tiles, row, chunk));
 }
 
 // A fragment of 16 columns `step`, if that of the first 16 lies at `first`: the number of a step has bits of a chunk's place alone.

@@ -3,7 +3,7 @@
 //   P = exp(scale Q K^T - lse)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dK = scale dS^T Q    dQ = scale dS K
 //   delta = rowsum(dO O) - dlse
 //
-// shared memory:   | Q | dO | K | V: ROWS rows each | -lse in base 2 and delta of each row of Q | bounds of the tokens |
+// shared memory:   | Q | dO | K | V: ROWS rows each | -lse in base 2 and delta of each row of Q |
 //
 // A warp takes its 16 tokens as queries, over the keys of their sequences, and then as keys, over the queries of the same rows, transposed: three and
 // four products, and no sum leaves the warp. All rows that a tile needs are asked for at once, with delta computed while they travel, and waited for once.
@@ -14,9 +14,10 @@
 // Compiled with the macros of tokens.cuh, HAS_DLSE, GROUPED, BLOCKS (of a multiprocessor, which bounds registers), SHARED_BYTES.
 #include "tokens.cuh"
 
-static_assert(SHARED_BYTES == 4 * TILE_BYTES + 8 * ROWS + Bounds::BYTES, "what the launch asks for");
+static_assert(SHARED_BYTES == 4 * TILE_BYTES + 8 * ROWS, "what the launch asks for");
 
 struct BackwardShared {
+    unsigned char* memory;
     u32 base;
     float2* numbers;  // of each row of Q: -lse in base 2, and delta
 
@@ -51,20 +52,22 @@ struct QueryHead {
 
     // Starts the copies of rows of Q and dO, from token `first` on, and computes their numbers: dO is read twice, but nothing waits for the copies.
     __device__ __forceinline__ void load(const BackwardShared& shared, int first, int rows) const {
-        copy_rows(shared.query(), query, shared.dout(), dout, first, rows, 15, head_dim);
+        copy_rows(shared.query(), query, first, rows, head_dim);
+        copy_rows(shared.dout(), dout, first, rows, head_dim);
+        clear_behind(shared.memory, 0, rows);
+        clear_behind(shared.memory, TILE_BYTES, rows);
+        const int own_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+        const Number *o_at = out.row(first + own_row) + 8 * chunk, *d_at = dout.row(first + own_row) + 8 * chunk;
 #pragma unroll 4
-        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
-            const int row = i / CHUNKS, chunk = i % CHUNKS;
-            const bool inside = row < rows && 8 * chunk < head_dim;
+        for (int begin = 0; begin < rows + 15; begin += APART) {  // lanes of a row sum together: all stay
+            const int row = begin + own_row;
             uint4 o{}, d{};
-            if (inside) {
-                o = *reinterpret_cast<const uint4*>(out.row(first + row) + 8 * chunk);
-                d = *reinterpret_cast<const uint4*>(dout.row(first + row) + 8 * chunk);
-            }
+            if (row < rows && 8 * chunk < head_dim) o = *reinterpret_cast<const uint4*>(o_at), d = *reinterpret_cast<const uint4*>(d_at);
+            o_at += (long long)APART * out.stride, d_at += (long long)APART * dout.stride;
             float delta = dot(o, d);
 #pragma unroll
             for (int lanes = 1; lanes < CHUNKS; lanes *= 2) delta += __shfl_xor_sync(~0u, delta, lanes);
-            if (chunk) continue;
+            if (chunk || row >= ROWS) continue;
             float log_sum = MINUS_INFINITY;
             if (row < rows) {
                 log_sum = lse[first + row];
@@ -78,11 +81,12 @@ struct QueryHead {
 
 struct Gradient {
     Number* at;
-    Strides strides;
+    Apart apart;
 
     __device__ __forceinline__ void write(const float (&d)[HEAD_DIM / 2], const Own& own, int head, float factor, int head_dim) const {
+        const RowsOf<Number> rows(at, apart, head);
 #pragma unroll
-        for (int h = 0; h < 2; h++) store_row<HEAD_DIM>(d, h, factor, at + strides.at(own.token + 8 * h, head), head_dim, own.there[h]);
+        for (int h = 0; h < 2; h++) store_row<HEAD_DIM>(d, h, factor, rows.row(own.token + 8 * h), head_dim, own.there[h]);
     }
 };
 
@@ -203,25 +207,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #if DROPOUT
                     const void* words,
 #endif
-                    long long query_row, long long query_head, long long key_row, long long key_head, long long value_row, long long value_head,
-                    long long dout_row, long long dout_head, long long out_row, long long out_head, long long dquery_row, long long dquery_head,
-                    long long dkey_row, long long dkey_head, long long dvalue_row, long long dvalue_head,
+                    int query_row, int query_head, int key_row, int key_head, int value_row, int value_head, int dout_row, int dout_head, int out_row,
+                    int out_head, int dquery_row, int dquery_head, int dkey_row, int dkey_head, int dvalue_row, int dvalue_head,
 #if DROPOUT
                     float inverse,
 #endif
-                    int owners, int group_size, int head_dim, float scale) {
+#if GROUPED
+                    int group_size,
+#endif
+                    int owners, int head_dim, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const BackwardShared shared{shared_address(memory), reinterpret_cast<float2*>(memory + 4 * TILE_BYTES)};
+    const BackwardShared shared{memory, shared_address(memory), reinterpret_cast<float2*>(memory + 4 * TILE_BYTES)};
     const int total = number_of(tokens), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int tile = blockIdx.x / u32(owners), owner = blockIdx.x - tile * owners, begin = tile * TILE, members = GROUPED ? group_size : 1;
+    const int tile = blockIdx.x / u32(owners), owner = blockIdx.x - tile * owners, begin = tile * TILE;
+#if GROUPED
+    const int members = group_size;
+#else
+    constexpr int members = 1;
+#endif
     const Rows k(key, {key_row, key_head}, owner), v(value, {value_row, value_head}, owner);
     const Gradient to_query{dquery, {dquery_row, dquery_head}}, to_key{dkey, {dkey_row, dkey_head}}, to_value{dvalue, {dvalue_row, dvalue_head}};
-    const Bounds bounds{reinterpret_cast<int*>(memory + 4 * TILE_BYTES + 8 * ROWS), begin};
     const Rows own_rows[5] = {k, v, Rows(query, {query_row, query_head}, owner * members), Rows(dout, {dout_row, dout_head}, owner * members),
                               Rows(out, {out_row, out_head}, owner * members)};
 #pragma unroll
     for (int i = 0; i < 5; i++) prefetch_rows(own_rows[i], begin, total, head_dim, i % 2 * (THREADS / 2));
-    bounds.find({offsets, number_of(sequences), total});
+    if (head_dim < HEAD_DIM) clear_columns(memory, 0, 4 * ROWS, head_dim);
+    const Bounds bounds({offsets, number_of(sequences), total}, begin);
     bool used = false;  // others may read the tiles yet
 #pragma unroll 1
     for (Groups group(bounds, begin, total); group.are_left();) {
@@ -252,7 +263,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 const int rows = min(k_high - start, MOST);
                 if (used) __syncthreads();
                 if (start == k_low) from.load(shared, q_start, whole ? q_high - q_low : group.stop - group.begin);
-                copy_rows(shared.key(), k, shared.value(), v, start, rows, 15, head_dim);
+                copy_rows(shared.key(), k, start, rows, head_dim);
+                copy_rows(shared.value(), v, start, rows, head_dim);
+                clear_behind(memory, 2 * TILE_BYTES, rows);
+                clear_behind(memory, 3 * TILE_BYTES, rows);
                 await_rows();
                 used = true;
                 if (start == k_low) {
@@ -275,7 +289,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 const int rows = min(q_high - start, MOST);
                 if (!whole) {
                     __syncthreads();
-                    if (!taken) copy_rows(shared.key(), k, shared.value(), v, group.begin, group.stop - group.begin, 0, head_dim);
+                    if (!taken) {
+                        copy_rows(shared.key(), k, group.begin, group.stop - group.begin, head_dim);
+                        copy_rows(shared.value(), v, group.begin, group.stop - group.begin, head_dim);
+                    }
                     from.load(shared, start, rows);
                     await_rows();
                 }

@@ -2,18 +2,18 @@
 //
 //   S = Q K^T    m = running rowmax(scale S)    P = exp(scale S - m)    O = P V / rowsum(P)    lse = m + log(rowsum(P))
 //
-// shared memory:   | Q: TILE rows | K: ROWS | V: ROWS | bounds of the tokens |
+// shared memory:   | Q: TILE rows | K: ROWS | V: ROWS |
 //
 // All rows that a tile needs are asked for at once, and waited for once; a tile whose sequences have more than MOST rows walks over chunks of them.
 // Then each warp is on its own: 16 queries over the keys of their sequences, up to STEP at a time, in registers. Products of 16 rows and not of
 // a warpgroup's 64: the exponentials and masks of a warp are those of 48 keys, and of a warpgroup those of 96 or 128.
 // Source: FlashAttention-2 (Dao 2023), algorithm 1; traffic: q, k, v in once but for what neighbouring tiles share in L2, out and lse out.
 //
-// Compiled with the macros of tokens.cuh, STEP (keys: 32 or 64), BLOCKS (of a multiprocessor, which bounds registers), SHARED_BYTES.
+// Compiled with the macros of tokens.cuh, GROUPED (1: query heads share a key head), STEP (keys: 32 or 64), BLOCKS (of a multiprocessor, which bounds registers), SHARED_BYTES.
 #include "tokens.cuh"
 
 constexpr int QUERY_BYTES = TILE * PITCH;
-static_assert(SHARED_BYTES == QUERY_BYTES + 2 * TILE_BYTES + Bounds::BYTES, "what the launch asks for");
+static_assert(SHARED_BYTES == QUERY_BYTES + 2 * TILE_BYTES, "what the launch asks for");
 
 // 16 queries of a warp
 struct Queries {
@@ -99,32 +99,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #if DROPOUT
                    const void* words,
 #endif
-                   long long query_row, long long query_head, long long key_row, long long key_head, long long value_row, long long value_head,
-                   long long out_row, long long out_head,
+                   int query_row, int query_head, int key_row, int key_head, int value_row, int value_head, int out_row, int out_head,
 #if DROPOUT
                    float inverse,
 #endif
-                   int heads, int group_size, int head_dim, float exponent) {
+#if GROUPED
+                   int group_size,
+#endif
+                   int heads, int head_dim, float exponent) {
     extern __shared__ __align__(128) unsigned char memory[];
     const u32 queries = shared_address(memory), keys = queries + QUERY_BYTES, values = keys + TILE_BYTES;
     const int total = number_of(tokens), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int tile = blockIdx.x / u32(heads), head = blockIdx.x - tile * heads, begin = tile * TILE;
-    const Rows from(query, {query_row, query_head}, head), k(key, {key_row, key_head}, head / u32(group_size)),
-        v(value, {value_row, value_head}, head / u32(group_size));
-    const int own_rows = min(TILE, total - begin);
-    for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {  // before the bounds are there
-        const int row = i / CHUNKS, chunk = i % CHUNKS;
-        const bool inside = row < own_rows && 8 * chunk < head_dim;
-        copy_16(chunk_at(queries, row, chunk), inside ? from.row(begin + row) + 8 * chunk : query, inside);
-    }
+#if GROUPED
+    const int owner = head / u32(group_size);
+#else
+    const int owner = head;
+#endif
+    const Rows q(query, {query_row, query_head}, head), k(key, {key_row, key_head}, owner), v(value, {value_row, value_head}, owner);
+    const RowsOf<Number> to(out, {out_row, out_head}, head);
+    copy_rows(queries, q, begin, min(TILE, total - begin), head_dim);  // before the bounds are there
     prefetch_rows(k, begin, total, head_dim, 0);
     prefetch_rows(v, begin, total, head_dim, THREADS / 2);
+    if (head_dim < HEAD_DIM) clear_columns(memory, 0, TILE + 2 * ROWS, head_dim);
     Survivors survivors{};
 #if DROPOUT
     survivors = {bits + (long long)head * total * number_of(words), number_of(words), inverse};
 #endif
-    const Bounds bounds{reinterpret_cast<int*>(memory + QUERY_BYTES + 2 * TILE_BYTES), begin};
-    bounds.find({offsets, number_of(sequences), total});
+    const Bounds bounds({offsets, number_of(sequences), total}, begin);
     Queries rows(keys, values, lane, exponent);
     bool held = false;
 #pragma unroll 1
@@ -136,7 +138,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int start = group.low; start < end; start += MOST) {
             const int number = min(end - start, MOST);
             if (held) __syncthreads();  // the chunk before is read
-            copy_rows(keys, k, values, v, start, number, 15, head_dim);
+            copy_rows(keys, k, start, number, head_dim);
+            copy_rows(values, v, start, number, head_dim);
+            clear_behind(memory, QUERY_BYTES, number);
+            clear_behind(memory, QUERY_BYTES + TILE_BYTES, number);
             copies_commit();
             copies_wait<0>();
             __syncthreads();
@@ -148,13 +153,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int token = own.token + 8 * h;
-            const float sum = quad_sum(rows.sum[h]);
-            float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+            const float sum = quad_sum(rows.sum[h]), logarithm = log2_fast(sum);
+            float factor = sum == 0.0f ? 0.0f : exp2_fast(-logarithm);
             if (DROPOUT) factor *= survivors.inverse;
             found_nan |= own.there[h] && sum != sum;
-            store_row<HEAD_DIM>(rows.out, h, factor, out + Strides{out_row, out_head}.at(token, head), head_dim, own.there[h]);
+            store_row<HEAD_DIM>(rows.out, h, factor, to.row(token), head_dim, own.there[h]);
             if (own.there[h] && lane % 4 == 0)
-                lse[(long long)head * total + token] = sum == 0.0f ? MINUS_INFINITY : (log2_fast(sum) + rows.top[h]) * LN2;
+                lse[(long long)head * total + token] = sum == 0.0f ? MINUS_INFINITY : (logarithm + rows.top[h]) * LN2;
         }
         group.next(__syncthreads_or(found_nan));
     }
