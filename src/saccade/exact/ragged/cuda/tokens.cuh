@@ -132,16 +132,14 @@ struct Own {
     __device__ __forceinline__ Own(const Bounds& bounds, const Groups& group, int warp_begin, int lane) {
         token = warp_begin + lane / 4;
         begin = max(group.begin, warp_begin), stop = min(group.stop, warp_begin + 16);
-        low = high = 0;
-        // within the group's, whatever the offsets say
-        if (begin < stop) low = max(bounds.first(begin), group.low), high = min(bounds.last(stop - 1), group.high);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int row = token + 8 * h;
             there[h] = row >= group.begin && row < group.stop;
-            first[h] = there[h] ? bounds.first(row) : 0;
-            last[h] = there[h] ? bounds.last(row) : 0;
+            first[h] = bounds.first(row), last[h] = bounds.last(row);
         }
+        // within the group's, whatever the offsets say; of a warp without a token in the group none are left
+        low = max(__shfl_sync(~0u, first[0], 0), group.low), high = min(__shfl_sync(~0u, last[1], 31), group.high);
     }
     // The keys that a query sees, and the queries that see a key, before `end`: behind it a step reads zeros.
     __device__ __forceinline__ Range keys(int h, int end) const {
@@ -172,9 +170,13 @@ struct RowsOf {
 using Rows = RowsOf<const Number>;
 
 // Asks for the tile's own rows of a tensor before the bounds tell which others are needed: memory answers while the block looks for them.
-__device__ __forceinline__ void prefetch_rows(const Rows& rows, int begin, int total, int head_dim, int first_thread) {
-    const int row = int(threadIdx.x) - first_thread;
-    if (row >= 0 && row < min(TILE, total - begin)) prefetch_to_l2(rows.row(begin + row), 2 * head_dim);
+__device__ __forceinline__ void prefetch_rows(const Rows& rows, int begin, int total) {
+    constexpr int PIECES = PITCH / 64;
+#pragma unroll
+    for (int from = 0; from < TILE * PIECES; from += THREADS) {
+        const int i = from + int(threadIdx.x), row = i / PIECES;
+        if (row < min(TILE, total - begin)) prefetch_to_l2(rows.row(begin + row) + i % PIECES * 32);
+    }
 }
 
 // The part of a thread in copies of rows: one chunk of every APART-th row, so that its places differ by a constant.
@@ -185,15 +187,16 @@ __device__ __forceinline__ void store_zeros(unsigned char* to) {
     *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
 }
 
-// Starts the copies of rows of a tensor, from token `first` on; columns from head_dim on are left as they are.
+// Starts the copies of rows of a tensor, at most MOST_ROWS from token `first` on. Columns from head_dim on are left as they are.
+template <int MOST_ROWS>
 __device__ __forceinline__ void copy_rows(u32 tile, const Rows& from, int first, int rows, int head_dim) {
-    const int chunk = threadIdx.x % CHUNKS;
-    int row = threadIdx.x / CHUNKS;
-    u32 to = chunk_at(tile, row, chunk);
+    const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS, left = 8 * chunk < head_dim ? rows - row : 0;
+    const u32 to = chunk_at(tile, row, chunk);
     const Number* at = from.row(first + row) + 8 * chunk;
-    if (8 * chunk >= head_dim) return;
-#pragma unroll 4
-    for (; row < rows; row += APART, to += APART * PITCH, at += (long long)APART * from.stride) copy_16_of_row(to, at);
+    const long long step = (long long)APART * from.stride;
+#pragma unroll
+    for (int i = 0; i < MOST_ROWS; i += APART, at += step)
+        if (i < left) copy_16_of_row(to + i * PITCH, at);
 }
 
 // Zeros in 15 rows of a tile, from `row` on. A tile's place is told from the beginning of `memory`.
@@ -259,13 +262,13 @@ __device__ __forceinline__ void round_weights(u32 (&words)[N / 4], const float (
     for (int i = 0; i < N / 4; i++) words[i] = pack(d[2 * i], d[2 * i + 1]);
 }
 
-// whether one of the numbers of the rows that are there is NaN
+// Whether one of the numbers of the rows that are there is NaN. Perhaps yes where some are infinite; then a tile is computed again for nothing.
 template <int N>
 __device__ __forceinline__ bool has_nan(const float (&d)[N], const bool (&there)[2]) {
-    bool found = false;
+    float sum[2] = {};
 #pragma unroll
-    for (int e = 0; e < N; e++) found |= there[half_of(e)] && d[e] != d[e];
-    return found;
+    for (int e = 0; e < N; e++) sum[half_of(e)] += d[e];
+    return (there[0] && sum[0] != sum[0]) || (there[1] && sum[1] != sum[1]);
 }
 
 // The weights that survive dropout, a bit each, of `survivors_kernel`: bit b of words[head, i, w] is that of query i and key 32 w + b of its sequence.

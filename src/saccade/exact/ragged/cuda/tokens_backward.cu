@@ -52,8 +52,8 @@ struct QueryHead {
 
     // Starts the copies of rows of Q and dO, from token `first` on, and computes their numbers: dO is read twice, but nothing waits for the copies.
     __device__ __forceinline__ void load(const BackwardShared& shared, int first, int rows) const {
-        copy_rows(shared.query(), query, first, rows, head_dim);
-        copy_rows(shared.dout(), dout, first, rows, head_dim);
+        copy_rows<MOST>(shared.query(), query, first, rows, head_dim);
+        copy_rows<MOST>(shared.dout(), dout, first, rows, head_dim);
         clear_behind(shared.memory, 0, rows);
         clear_behind(shared.memory, TILE_BYTES, rows);
         const int own_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Rows own_rows[5] = {k, v, Rows(query, {query_row, query_head}, owner * members), Rows(dout, {dout_row, dout_head}, owner * members),
                               Rows(out, {out_row, out_head}, owner * members)};
 #pragma unroll
-    for (int i = 0; i < 5; i++) prefetch_rows(own_rows[i], begin, total, head_dim, i % 2 * (THREADS / 2));
+    for (int i = 0; i < 5; i++) prefetch_rows(own_rows[i], begin, total);
     if (head_dim < HEAD_DIM) clear_columns(memory, 0, 4 * ROWS, head_dim);
     const Bounds bounds({offsets, number_of(sequences), total}, begin);
     bool used = false;  // others may read the tiles yet
@@ -263,8 +263,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 const int rows = min(k_high - start, MOST);
                 if (used) __syncthreads();
                 if (start == k_low) from.load(shared, q_start, whole ? q_high - q_low : group.stop - group.begin);
-                copy_rows(shared.key(), k, start, rows, head_dim);
-                copy_rows(shared.value(), v, start, rows, head_dim);
+                copy_rows<MOST>(shared.key(), k, start, rows, head_dim);
+                copy_rows<MOST>(shared.value(), v, start, rows, head_dim);
                 clear_behind(memory, 2 * TILE_BYTES, rows);
                 clear_behind(memory, 3 * TILE_BYTES, rows);
                 await_rows();
@@ -290,8 +290,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 if (!whole) {
                     __syncthreads();
                     if (!taken) {
-                        copy_rows(shared.key(), k, group.begin, group.stop - group.begin, head_dim);
-                        copy_rows(shared.value(), v, group.begin, group.stop - group.begin, head_dim);
+                        copy_rows<TILE>(shared.key(), k, group.begin, group.stop - group.begin, head_dim);
+                        copy_rows<TILE>(shared.value(), v, group.begin, group.stop - group.begin, head_dim);
                     }
                     from.load(shared, start, rows);
                     await_rows();

@@ -118,9 +118,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
     const Rows q(query, {query_row, query_head}, head), k(key, {key_row, key_head}, owner), v(value, {value_row, value_head}, owner);
     const RowsOf<Number> to(out, {out_row, out_head}, head);
-    copy_rows(queries, q, begin, min(TILE, total - begin), head_dim);  // before the bounds are there
-    prefetch_rows(k, begin, total, head_dim, 0);
-    prefetch_rows(v, begin, total, head_dim, THREADS / 2);
+    copy_rows<TILE>(queries, q, begin, min(TILE, total - begin), head_dim);  // before the bounds are there
+    prefetch_rows(k, begin, total);
+    prefetch_rows(v, begin, total);
     if (head_dim < HEAD_DIM) clear_columns(memory, 0, TILE + 2 * ROWS, head_dim);
     Survivors survivors{};
 #if DROPOUT
@@ -138,8 +138,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int start = group.low; start < end; start += MOST) {
             const int number = min(end - start, MOST);
             if (held) __syncthreads();  // the chunk before is read
-            copy_rows(keys, k, start, number, head_dim);
-            copy_rows(values, v, start, number, head_dim);
+            copy_rows<MOST>(keys, k, start, number, head_dim);
+            copy_rows<MOST>(values, v, start, number, head_dim);
             clear_behind(memory, QUERY_BYTES, number);
             clear_behind(memory, QUERY_BYTES + TILE_BYTES, number);
             copies_commit();
