@@ -50,31 +50,37 @@ struct QueryHead {
     const float *lse, *dlse;
     const int head_dim;
 
-    // Starts the copies of rows of Q and dO, from token `first` on, and computes their numbers: dO is read twice, but nothing waits for the copies.
+    // Starts the copies of rows of Q and dO, from token `first` on, and computes their numbers: dO is read twice, but nothing waits for the copies. All
+    // is asked for before any of it is used.
     __device__ __forceinline__ void load(const BackwardShared& shared, int first, int rows) const {
         copy_rows<MOST>(shared.query(), query, first, rows, head_dim);
         copy_rows<MOST>(shared.dout(), dout, first, rows, head_dim);
-        clear_behind(shared.memory, 0, rows);
-        clear_behind(shared.memory, TILE_BYTES, rows);
+        constexpr int TURNS = ROWS / APART;
         const int own_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
         const Number *o_at = out.row(first + own_row) + 8 * chunk, *d_at = dout.row(first + own_row) + 8 * chunk;
-#pragma unroll 4
-        for (int begin = 0; begin < rows + 15; begin += APART) {  // lanes of a row sum together: all stay
-            const int row = begin + own_row;
-            uint4 o{}, d{};
-            if (row < rows && 8 * chunk < head_dim) o = *reinterpret_cast<const uint4*>(o_at), d = *reinterpret_cast<const uint4*>(d_at);
-            o_at += (long long)APART * out.stride, d_at += (long long)APART * dout.stride;
-            float delta = dot(o, d);
+        uint4 o[TURNS], d[TURNS];
+        float shift[TURNS], delta[TURNS];
 #pragma unroll
-            for (int lanes = 1; lanes < CHUNKS; lanes *= 2) delta += __shfl_xor_sync(~0u, delta, lanes);
-            if (chunk || row >= ROWS) continue;
-            float log_sum = MINUS_INFINITY;
-            if (row < rows) {
-                log_sum = lse[first + row];
-                if (HAS_DLSE) delta -= dlse[first + row];
+        for (int i = 0; i < TURNS; i++) {
+            const int row = own_row + i * APART;
+            o[i] = d[i] = make_uint4(0, 0, 0, 0);
+            shift[i] = MINUS_INFINITY, delta[i] = 0.0f;
+            if (row < rows && 8 * chunk < head_dim) o[i] = *reinterpret_cast<const uint4*>(o_at), d[i] = *reinterpret_cast<const uint4*>(d_at);
+            if (row < rows && chunk == 0) {
+                shift[i] = lse[first + row];
+                if (HAS_DLSE) delta[i] = -dlse[first + row];
             }
+            o_at += (long long)APART * out.stride, d_at += (long long)APART * dout.stride;
+        }
+        clear_behind(shared.memory, 0, rows);
+        clear_behind(shared.memory, TILE_BYTES, rows);
+#pragma unroll
+        for (int i = 0; i < TURNS; i++) {
+            delta[i] += dot(o[i], d[i]);
+#pragma unroll
+            for (int lanes = 1; lanes < CHUNKS; lanes *= 2) delta[i] += __shfl_xor_sync(~0u, delta[i], lanes);
             // a row without a key has weights of 0, and not NaN
-            shared.numbers[row] = make_float2(log_sum == MINUS_INFINITY ? MINUS_INFINITY : -log_sum * LOG2E, delta);
+            if (chunk == 0) shared.numbers[own_row + i * APART] = make_float2(shift[i] == MINUS_INFINITY ? shift[i] : -shift[i] * LOG2E, delta[i]);
         }
     }
 };
@@ -262,11 +268,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             for (int start = k_low; start < k_high; start += MOST) {
                 const int rows = min(k_high - start, MOST);
                 if (used) __syncthreads();
-                if (start == k_low) from.load(shared, q_start, whole ? q_high - q_low : group.stop - group.begin);
                 copy_rows<MOST>(shared.key(), k, start, rows, head_dim);
                 copy_rows<MOST>(shared.value(), v, start, rows, head_dim);
                 clear_behind(memory, 2 * TILE_BYTES, rows);
                 clear_behind(memory, 3 * TILE_BYTES, rows);
+                if (start == k_low) from.load(shared, q_start, whole ? q_high - q_low : group.stop - group.begin);
                 await_rows();
                 used = true;
                 if (start == k_low) {
