@@ -119,6 +119,8 @@ struct Range {
     u32 length;
 
     __device__ __forceinline__ bool has(int x) const { return u32(x - first) < length; }
+    // the same range, counted from another place
+    __device__ __forceinline__ Range from(int x) const { return {first - x, length}; }
 };
 
 // The 16 tokens of a warp. This lane has rows g and g + 8, [h].
@@ -152,6 +154,24 @@ struct Own {
     __device__ __forceinline__ int end_of_keys() const { return CAUSAL ? min(high, stop) : high; }
     __device__ __forceinline__ int begin_of_queries() const { return CAUSAL ? max(low, begin) : low; }
 };
+
+// chunk_at, left_at and right_at, for numbers that are not negative: of signed ones a division by 2 or 8 takes each fragment six instructions more
+__device__ __forceinline__ u32 place_of(u32 tile, u32 row, u32 chunk) {
+    return tile + row * PITCH + (chunk ^ (HEAD_DIM == 32 ? row / 2 % 4 : row % 8)) * 16;
+}
+__device__ __forceinline__ u32 left_of(u32 tile, u32 row, u32 lane) {
+    return place_of(tile, row + lane % 16, lane / 16);
+}
+__device__ __forceinline__ u32 right_of(u32 tile, u32 row, u32 lane) {
+    return place_of(tile, row + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+// The beginning of shared memory. Hidden from the compiler, which would ask for it anew at each use, 54 times in backward.
+__device__ __forceinline__ u32 beginning_of(const unsigned char* memory) {
+    u32 address = shared_address(memory);
+    asm volatile("" : "+r"(address));
+    return address;
+}
 
 // strides in numbers
 struct Apart {
@@ -190,8 +210,8 @@ __device__ __forceinline__ void store_zeros(unsigned char* to) {
 // Starts the copies of rows of a tensor, at most MOST_ROWS from token `first` on. Columns from head_dim on are left as they are.
 template <int MOST_ROWS>
 __device__ __forceinline__ void copy_rows(u32 tile, const Rows& from, int first, int rows, int head_dim) {
-    const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS, left = 8 * chunk < head_dim ? rows - row : 0;
-    const u32 to = chunk_at(tile, row, chunk);
+    const int chunk = u32(threadIdx.x) % CHUNKS, row = u32(threadIdx.x) / CHUNKS, left = 8 * chunk < head_dim ? rows - row : 0;
+    const u32 to = place_of(tile, row, chunk);
     const Number* at = from.row(first + row) + 8 * chunk;
     const long long step = (long long)APART * from.stride;
 #pragma unroll
@@ -202,14 +222,14 @@ __device__ __forceinline__ void copy_rows(u32 tile, const Rows& from, int first,
 // Zeros in 15 rows of a tile, from `row` on. A tile's place is told from the beginning of `memory`.
 __device__ __forceinline__ void clear_behind(unsigned char* memory, u32 tile, int row) {
     static_assert(15 * CHUNKS <= THREADS, "a chunk each");
-    if (threadIdx.x < 15 * CHUNKS) store_zeros(memory + chunk_at(tile, row + threadIdx.x / CHUNKS, threadIdx.x % CHUNKS));
+    if (threadIdx.x < 15 * CHUNKS) store_zeros(memory + place_of(tile, row + threadIdx.x / CHUNKS, threadIdx.x % CHUNKS));
 }
 
 // Zeros in the columns from head_dim on of so many rows of tiles, which lie one behind another.
 __device__ __forceinline__ void clear_columns(unsigned char* memory, u32 tiles, int rows, int head_dim) {
     const int chunk = threadIdx.x % CHUNKS;
     if (8 * chunk < head_dim) return;
-    for (int row = threadIdx.x / CHUNKS; row < rows; row += APART) store_zeros(memory + chunk_at(tiles, row, chunk));
+    for (int row = threadIdx.x / CHUNKS; row < rows; row += APART) store_zeros(memory + place_of(tiles, row, chunk));
 }
 
 // A fragment of 16 columns `step`, if that of the first 16 lies at `first`: the number of a step has bits of a chunk's place alone.
@@ -219,7 +239,7 @@ __device__ __forceinline__ u32 at_step(u32 first, int step) {
 
 // the left operand of a warp's 16 rows, from `row` of a tile on
 __device__ __forceinline__ void load_left(u32 (&to)[HEAD_DIM / 16][4], u32 tile, int row, int lane) {
-    const u32 first = left_at(tile, row, 0, lane);
+    const u32 first = left_of(tile, row, lane);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 16; i++) load_matrices(to[i], at_step(first, i));
 }
@@ -227,7 +247,7 @@ __device__ __forceinline__ void load_left(u32 (&to)[HEAD_DIM / 16][4], u32 tile,
 // d = A B^T for N rows of B, from `row` of a tile on
 template <int N>
 __device__ __forceinline__ void multiply_rows(float (&d)[N / 2], const u32 (&a)[HEAD_DIM / 16][4], u32 tile, int row, int lane) {
-    const u32 first = right_at(tile, row, 0, lane);
+    const u32 first = right_of(tile, row, lane);
 #pragma unroll
     for (int e = 0; e < N / 2; e++) d[e] = 0.0f;
 #pragma unroll
@@ -244,7 +264,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[N / 2], const u32 (&a)[
 // d += W B for N rows of B; w: a row of W is as wide, rounded
 template <int N>
 __device__ __forceinline__ void add_rows(float (&d)[HEAD_DIM / 2], const u32 (&w)[N / 4], u32 tile, int row, int lane) {
-    const u32 first = left_at(tile, row, 0, lane);
+    const u32 first = left_of(tile, row, lane);
 #pragma unroll
     for (int n = 0; n < N / 16; n++)
 #pragma unroll

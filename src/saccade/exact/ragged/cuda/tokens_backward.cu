@@ -110,7 +110,7 @@ struct Tokens {
     // row: of the warp's first token; those outside of the group may lie outside of the tile, and nobody reads their results
     __device__ __forceinline__ void take(u32 one, u32 other, int row) {
         const int inside = inside_tile(row + lane / 8 % 2 * 8 + lane % 8);
-        const u32 first = chunk_at(one, inside, lane / 16), second = chunk_at(other, inside, lane / 16);
+        const u32 first = place_of(one, inside, lane / 16), second = place_of(other, inside, lane / 16);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++) load_matrices(left[i], at_step(first, i)), load_matrices(right[i], at_step(second, i));
     }
@@ -121,7 +121,7 @@ struct Tokens {
         float p[N / 2], dp[N / 2];
         multiply_rows<N>(p, left, shared.key(), row, lane);
         multiply_rows<N>(dp, right, shared.value(), row, lane);
-        const int column = key + lane % 4 * 2;
+        const Range columns[2] = {seen[0].from(key + lane % 4 * 2), seen[1].from(key + lane % 4 * 2)};
         u32 kept[2] = {};
         if (DROPOUT) {
 #pragma unroll
@@ -131,7 +131,7 @@ struct Tokens {
 #pragma unroll
         for (int e = 0; e < N / 2; e++) {
             const float2& row_numbers = numbers[half_of(e)];
-            p[e] = seen[half_of(e)].has(column_at(column, e)) ? exp2_fast(fmaf(p[e], exponent, row_numbers.x)) : 0.0f;
+            p[e] = columns[half_of(e)].has(column_at(0, e)) ? exp2_fast(fmaf(p[e], exponent, row_numbers.x)) : 0.0f;
             if (DROPOUT) dp[e] = kept[half_of(e)] >> column_at(0, e) % 32 & 1 ? dp[e] * survivors.inverse : 0.0f;
             p[e] *= dp[e] - row_numbers.y;
         }
@@ -147,6 +147,7 @@ struct Tokens {
         multiply_rows<N>(p, left, shared.query(), row, lane);
         multiply_rows<N>(dp, right, shared.dout(), row, lane);
         const int column = query + lane % 4 * 2;
+        const Range columns[2] = {seen[0].from(column), seen[1].from(column)};
         const float2* numbers = shared.numbers + row + lane % 4 * 2;
         u32 weights[N / 4], dscores[N / 4];
 #pragma unroll
@@ -158,7 +159,7 @@ struct Tokens {
 #pragma unroll
                 for (int b = 0; b < 2; b++) {
                     const int e = 4 * i + 2 * h + b, other = column + 8 * i + b;
-                    const bool sees = seen[h].has(other);
+                    const bool sees = columns[h].has(8 * i + b);
                     const float weight = sees ? exp2_fast(fmaf(p[e], exponent, pair[b].x)) : 0.0f;
                     float dweight = dp[e];
                     kept[b] = weight;
@@ -223,8 +224,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
                     int owners, int head_dim, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const BackwardShared shared{memory, shared_address(memory), reinterpret_cast<float2*>(memory + 4 * TILE_BYTES)};
-    const int total = number_of(tokens), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const BackwardShared shared{memory, beginning_of(memory), reinterpret_cast<float2*>(memory + 4 * TILE_BYTES)};
+    const int total = number_of(tokens), lane = u32(threadIdx.x) % 32, warp = u32(threadIdx.x) / 32;
     const int tile = blockIdx.x / u32(owners), owner = blockIdx.x - tile * owners, begin = tile * TILE;
 #if GROUPED
     const int members = group_size;

@@ -9,7 +9,7 @@
 // a warpgroup's 64: the exponentials and masks of a warp are those of 48 keys, and of a warpgroup those of 96 or 128.
 // Source: FlashAttention-2 (Dao 2023), algorithm 1; traffic: q, k, v in once but for what neighbouring tiles share in L2, out and lse out.
 //
-// Compiled with the macros of tokens.cuh, GROUPED (1: query heads share a key head), STEP (keys: 32 or 64), BLOCKS (of a multiprocessor, which bounds registers), SHARED_BYTES.
+// Compiled with the macros of tokens.cuh, GROUPED (1: query heads share a key head), STEP (keys: 32, 48 or 64), BLOCKS (of a multiprocessor, which bounds registers), SHARED_BYTES.
 #include "tokens.cuh"
 
 constexpr int QUERY_BYTES = TILE * PITCH;
@@ -37,10 +37,10 @@ struct Queries {
     __device__ __forceinline__ void step(const Own& own, const Range (&seen)[2], int key, int row, const Survivors& survivors) {
         float scores[N / 2];
         multiply_rows<N>(scores, query, keys, row, lane);
-        const int column = key + lane % 4 * 2;
+        const Range own_columns[2] = {seen[0].from(key + lane % 4 * 2), seen[1].from(key + lane % 4 * 2)};
 #pragma unroll
         for (int e = 0; e < N / 2; e++)
-            if (!seen[half_of(e)].has(column_at(column, e))) scores[e] = MINUS_INFINITY;
+            if (!own_columns[half_of(e)].has(column_at(0, e))) scores[e] = MINUS_INFINITY;
         float most[2], factor[2];
         own_max(most, scores);
 #pragma unroll
@@ -83,8 +83,8 @@ struct Queries {
         const Range seen[2] = {own.keys(0, end), own.keys(1, end)};
 #pragma unroll 1
         for (; end - key > STEP; key += STEP, row += STEP) step<STEP>(own, seen, key, row, survivors);
-        if (STEP > 32 && end - key > 48) step<STEP>(own, seen, key, row, survivors);
-        else if (STEP > 32 && end - key > 32) step<48>(own, seen, key, row, survivors);
+        if (STEP >= 64 && end - key > 48) step<64>(own, seen, key, row, survivors);
+        else if (STEP >= 48 && end - key > 32) step<48>(own, seen, key, row, survivors);
         else if (end - key > 16) step<32>(own, seen, key, row, survivors);
         else if (end > key) step<16>(own, seen, key, row, survivors);
     }
@@ -108,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
                    int heads, int head_dim, float exponent) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const u32 queries = shared_address(memory), keys = queries + QUERY_BYTES, values = keys + TILE_BYTES;
-    const int total = number_of(tokens), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 queries = beginning_of(memory), keys = queries + QUERY_BYTES, values = keys + TILE_BYTES;
+    const int total = number_of(tokens), lane = u32(threadIdx.x) % 32, warp = u32(threadIdx.x) / 32;
     const int tile = blockIdx.x / u32(heads), head = blockIdx.x - tile * heads, begin = tile * TILE;
 #if GROUPED
     const int owner = head / u32(group_size);
