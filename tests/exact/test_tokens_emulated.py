@@ -157,7 +157,9 @@ def test_nan_of_one_sequence_reaches_no_other(lengths, dim, ran):
 
 
 @pytest.mark.parametrize(
-    "wrong", [[0, 90, 10, 10**6], [-5, 60, 30, 300, 7], [100, 50, 0], [60, 50], [5] * 300, [*range(120, 0, -1)] * 9], ids=lambda x: str(x[:5])
+    "wrong",
+    [[0, 90, 10, 10**6], [-5, 60, 30, 300, 7], [100, 50, 0], [60, 50], [5] * 300, [*range(120, 0, -1)] * 9],
+    ids=lambda x: str(x[:5]),
 )
 def test_wrong_offsets_read_nothing_outside(wrong, ran, monkeypatch):
     """The emulator stops at an address outside of shared memory, and numbers around the tensors are NaN."""

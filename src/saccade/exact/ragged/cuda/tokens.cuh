@@ -98,10 +98,12 @@ struct Groups {
     int begin, stop, low, high;
     bool alone = false;
 
+    // all of the tile
     __device__ __forceinline__ Groups(const Bounds& bounds, int begin, int total)
-        : bounds(bounds), behind(min(begin + TILE, total)), begin(begin), stop(behind) { find(); }
+        : bounds(bounds), behind(min(begin + TILE, total)), begin(begin), stop(behind), low(min(bounds.before, bounds.end)), high(bounds.behind) {
+        if (begin >= bounds.end) low = high;
+    }
     __device__ __forceinline__ bool are_left() const { return begin < behind; }
-    __device__ __forceinline__ void find() { low = bounds.first(begin), high = bounds.last(stop - 1); }
 
     __device__ __forceinline__ void next(bool found_nan) {
         const bool several = found_nan && !alone && bounds.first(stop - 1) != low;
@@ -110,7 +112,7 @@ struct Groups {
         if (begin >= behind) return;
         const int end = bounds.last(begin);
         stop = alone && end > begin ? min(end, behind) : behind;
-        find();
+        low = bounds.first(begin), high = bounds.last(stop - 1);
     }
 };
 
