@@ -90,6 +90,16 @@ template <class T>
 T __ldg(const T* at) { return *at; }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clzll(unsigned long long x) { return x ? __builtin_clzll(x) : 64; }
+inline int __ffsll(unsigned long long x) { return __builtin_ffsll(x); }
+template <class T, class F>
+T reduce_lanes(T x, F f) {
+    for (int lanes = 1; lanes < 32; lanes *= 2) x = f(x, __shfl_xor_sync(~0u, x, lanes));
+    return x;
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned x) { return reduce_lanes(x, [](unsigned a, unsigned b) { return a | b; }); }
+inline int __reduce_max_sync(unsigned, int x) { return reduce_lanes(x, [](int a, int b) { return a > b ? a : b; }); }
+inline int __reduce_min_sync(unsigned, int x) { return reduce_lanes(x, [](int a, int b) { return a < b ? a : b; }); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 // Copies of 16 bytes of a thread, in groups: they happen when all but `groups` of these are waited for.

@@ -156,17 +156,36 @@ def test_nan_of_one_sequence_reaches_no_other(lengths, dim, ran):
     assert (found[1][:, -5:] == float("-inf")).all()
 
 
-@pytest.mark.parametrize("wrong", [[0, 90, 10, 10**6], [-5, 60, 30, 300, 7], [100, 50, 0], [60, 50]], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [[0, 90, 10, 10**6], [-5, 60, 30, 300, 7], [100, 50, 0], [60, 50], [5] * 300, [*range(120, 0, -1)] * 9],
+    ids=lambda x: str(x[:5]),
+)
 def test_wrong_offsets_read_nothing_outside(wrong, ran, monkeypatch):
     """The emulator stops at an address outside of shared memory, and numbers around the tensors are NaN."""
-    bounds = token_launches.bounds_of(torch.tensor(wrong, dtype=torch.int32), 120)
-    monkeypatch.setattr(token_launches, "bounds_of", lambda cu, total: bounds)
+    # the public function refuses them, since the host has read them
+    run = tokens_sm90._run
+
+    def with_wrong(call, direction, strided, pointers, *rest):
+        offsets = torch.tensor(wrong, dtype=torch.int32)
+        monkeypatch.setattr(call, "sequences", len(wrong) - 1)
+        return run(call, direction, strided, (*pointers[:3], offsets, *pointers[4:]), *rest)
+
+    monkeypatch.setattr(tokens_sm90, "_run", with_wrong)
     around = [torch.full((360, 2, 32), torch.nan).bfloat16() for _ in range(3)]
     for x in around:
         x[120:240] = torch.randn(120, 2, 32)
     found = outcome([x[120:240] for x in around], torch.tensor([0, 20, 120], dtype=torch.int32), 128)
     assert ran
     assert not any(x.isnan().any() for x in found)
+
+
+@pytest.mark.parametrize("empty", [0, 70, 200, 700])
+@pytest.mark.parametrize("before", [0, 63, 64, 65, 900, 3000])
+def test_bounds_among_many_sequences(before, empty, ran):
+    """So many sequences lie before a tile that a block looks for its own in rounds, and so many empty ones in it that it looks on."""
+    lengths = (*[i % 2 for i in range(before)], 5, *[0] * empty, 9, 3, *[0] * empty, 1, 1, *[0] * empty, 30)
+    check(VarlenCase("many", lengths, heads=1, kv_heads=1, head_dim=32, tail=3), torch.float16, ran)
 
 
 @pytest.mark.parametrize(

@@ -164,4 +164,5 @@ def test_token_tiles(tokens, options, packed, monkeypatch):
             assert not maps
             assert arguments[:3] == ["q", "k", "v"]
             assert {"dout", "dq", "dk", "dv"} <= {*arguments} if name == "backward" else "out" in arguments
-            assert arguments[-len(NUMBERS) - 1 - len(words) :] == [total, *words, *NUMBERS]
+            assert arguments[3] == "ends"
+            assert arguments[-len(NUMBERS) - 2 - len(words) :] == [total, len(lengths), *words, *NUMBERS]

@@ -161,19 +161,18 @@ def _survivors(call: RaggedCall, bounds: Tensor) -> Tensor:
     return bits
 
 
-def _drawn(args: VarlenArgs, bits: Tensor) -> Tensor | None:
-    return None if args.seed is None else bits
+def _drawn(call: RaggedCall) -> Tensor | None:
+    return None if call.args.seed is None else _survivors(call, bounds_of(call.args.cu_seqlens_q, call.total_q))
 
 
 def forward(call: RaggedCall, out: Tensor, lse: Tensor) -> None:
     """out and lse of all tokens."""
+    if tokens_sm90.takes(call, "forward", out) and tokens_sm90.forward(call, _drawn(call), words_of(call), out, lse):
+        return
     args, shape = call.args, token_config("fwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
     bounds = bounds_of(args.cu_seqlens_q, call.total_q)
-    bits = _survivors(call, bounds)
-    if tokens_sm90.forward(call, bounds, _drawn(args, bits), words_of(call), out, lse):
-        return
-    tensors = (query, key, value, bits, bounds, out, lse)
+    tensors = (query, key, value, _survivors(call, bounds), bounds, out, lse)
     numbers = (
         _heads(query, key, value, out), call.head_dim, args.scale, args.dropout_p, _rows(query, key, value, out), call.heads, call.group,
         shape.tile, shape.step, call.block_d, _alignment(args), has_window(args), args.seed is not None, call.masks_dims, shape.stages,
@@ -185,13 +184,14 @@ def forward(call: RaggedCall, out: Tensor, lse: Tensor) -> None:
 
 def backward(call: RaggedCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, gradients: Gradients) -> None:
     """Every gradient of all tokens."""
+    by_cuda = tokens_sm90.takes(call, "backward", dout, out, *gradients)
+    if by_cuda and tokens_sm90.backward(call, _drawn(call), words_of(call), dout, dlse, out, lse, gradients):
+        return
     args, shape = call.args, token_config("bwd", call.size, call.arch, call.block_d)
     query, key, value = args[:3]
     strided = (query, key, value, dout, out, *gradients)
     bounds = bounds_of(args.cu_seqlens_q, call.total_q)
     bits = _survivors(call, bounds)
-    if tokens_sm90.backward(call, bounds, _drawn(args, bits), words_of(call), dout, dlse, out, lse, gradients):
-        return
     tensors = (query, key, value, bits, bounds, dout, out, lse, lse if dlse is None else dlse, *gradients)
     owners = call.heads // call.group
     numbers = (

@@ -1,8 +1,8 @@
 """Token tiles in CUDA C++ (`cuda/tokens_*.cu`), for sm_90: what they take, and their launches.
 
 A warp takes 16 tokens and multiplies the rows of their sequences alone, where Triton's programs of four warps multiply those of 64 tokens. All rows are
-asked for at once. Bounds and the draw of dropout are those of the Triton kernels, which take what these decline: windows, D beyond 64 or not a multiple
-of 8, tensors that 16-byte copies cannot address.
+asked for at once. Each block finds the bounds of its tokens. The draw of dropout is that of the Triton kernels, which take what these decline: windows,
+D beyond 64 or not a multiple of 8, tensors that 16-byte copies cannot address.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, CudaLaunch
 from saccade.launch.disabled import FAILURES, disable, failure_of
 from saccade.launch.dropout import survival_inverse
-from saccade.native.described import FIXED, QUERIES
+from saccade.native.described import FIXED, QUERIES, SEQUENCES
 from saccade.native.recording import varying
 from saccade.nvrtc import Bound, Options, Source, obstacles
 
@@ -54,9 +54,9 @@ def defines(
     """The macros that a kernel is compiled with."""
     found = {
         "HEAD_DIM": rounded(head_dim), "ROWS": ROWS, "WARPS": TILE // 16, "BF16": bf16, "CAUSAL": causal, "DROPOUT": dropout, "BLOCKS": shape.blocks,
-        "SHARED_BYTES": shared_bytes(direction, head_dim),
+        "GROUPED": grouped, "SHARED_BYTES": shared_bytes(direction, head_dim),
     }  # fmt: skip
-    return found | ({"STEP": shape.step} if direction == "forward" else {"GROUPED": grouped, "HAS_DLSE": dlse})
+    return found | ({"STEP": shape.step} if direction == "forward" else {"HAS_DLSE": dlse})
 
 
 def takes(call: RaggedCall, direction: str, *others: Tensor) -> bool:
@@ -67,11 +67,13 @@ def takes(call: RaggedCall, direction: str, *others: Tensor) -> bool:
         return False
     if obstacles(ARCHITECTURE) or failure_of(_named(call, direction)) is not None:
         return False
-    return all(_on_16_bytes(x) for x in (*args[:3], *others))
+    return all(_is_movable(x) for x in (*args[:3], *others))
 
 
-def _on_16_bytes(tensor: Tensor) -> bool:
-    return tensor.data_ptr() % 16 == 0 and not (tensor.stride(0) | tensor.stride(1)) % 8
+def _is_movable(tensor: Tensor) -> bool:
+    """Whether 16 bytes are the unit of all its rows, and 31 bits hold its strides."""
+    strides = tensor.stride()[:2]
+    return tensor.data_ptr() % 16 == 0 and all(0 <= s < 2**31 and s % 8 == 0 for s in strides)
 
 
 def _named(call: RaggedCall, direction: str) -> tuple[Any, ...]:
@@ -105,7 +107,9 @@ def _launch(call: RaggedCall, direction: str, tensors: tuple[Tensor, ...], dlse:
     )
     found = _LAUNCHES.get(key)
     if found is None:
-        numbers: dict[str, Any] = {"group_size": call.group, "head_dim": call.head_dim}
+        numbers: dict[str, Any] = {"head_dim": call.head_dim}
+        if call.group > 1:
+            numbers["group_size"] = call.group
         if direction == "forward":
             numbers |= {"heads": call.heads, "exponent": args.scale * LOG2E}
         else:
@@ -132,28 +136,25 @@ def _run(
     except FAILURES as error:
         disable(_named(call, direction), "the Triton kernel", error)
         return False
-    free = varying((call.total_q,) if bits is None else (call.total_q, words), (QUERIES, FIXED))
+    free = varying((call.total_q, call.sequences, *[words] * (bits is not None)), (QUERIES, SEQUENCES, FIXED))
     owners = call.heads if direction == "forward" else call.heads // call.group
     given = pointers if bits is None else (*pointers, bits)
     launch(*[x.data_ptr() for x in given], *free, grid=-(-call.total_q // TILE) * owners, follows=(owners, 0, TILE))
     return True
 
 
-def forward(call: RaggedCall, bounds: Tensor, bits: Tensor | None, words: int, out: Tensor, lse: Tensor) -> bool:
-    """out and lse of all tokens; False where the Triton kernel has to compute them. bits, words: of `survivors_kernel`, bits None without dropout."""
-    if not takes(call, "forward", out):
-        return False
+def forward(call: RaggedCall, bits: Tensor | None, words: int, out: Tensor, lse: Tensor) -> bool:
+    """out and lse of all tokens of a call that they take; False where the kernel does not compile. bits, words: of `survivors_kernel`, bits None
+    without dropout."""
     inputs = call.args[:3]
-    return _run(call, "forward", (*inputs, out), (*inputs, bounds, out, lse), bits, words, False)
+    return _run(call, "forward", (*inputs, out), (*inputs, call.args.cu_seqlens_q, out, lse), bits, words, False)
 
 
 def backward(
-    call: RaggedCall, bounds: Tensor, bits: Tensor | None, words: int, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
+    call: RaggedCall, bits: Tensor | None, words: int, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> bool:  # fmt: skip
     """Every gradient of all tokens; False as in `forward`."""
-    if not takes(call, "backward", dout, out, *gradients):
-        return False
     inputs = call.args[:3]
-    pointers = (*inputs, bounds, dout, out, lse, lse if dlse is None else dlse, *gradients)
+    pointers = (*inputs, call.args.cu_seqlens_q, dout, out, lse, lse if dlse is None else dlse, *gradients)
     return _run(call, "backward", (*inputs, dout, out, *gradients), pointers, bits, words, dlse is not None)

@@ -17,6 +17,7 @@
 static_assert(SHARED_BYTES == 4 * TILE_BYTES + 8 * ROWS, "what the launch asks for");
 
 struct BackwardShared {
+    unsigned char* memory;
     u32 base;
     float2* numbers;  // of each row of Q: -lse in base 2, and delta
 
@@ -31,58 +32,75 @@ __device__ __forceinline__ int inside_tile(int row) {
     return min(max(row, 0), ROWS - 1);
 }
 
-// 16 bytes of a row of out times the same of dout
-__device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
-    const u32 left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 a = floats_of(left[i]), b = floats_of(right[i]);
-        sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
-    }
-    return sum;
-}
-
 // what the rows of a query head are loaded from
 struct QueryHead {
     const Rows query, dout, out;
     const float *lse, *dlse;
     const int head_dim;
 
-    // Starts the copies of rows of Q and dO, from token `first` on, and computes their numbers: dO is read twice, but nothing waits for the copies.
+    // Starts the copies of rows of Q and dO, from token `first` on, and computes their numbers: dO is read twice, but nothing waits for the copies. All
+    // is asked for before any of it is used.
+    //
+    // delta of 16 rows is the diagonal of dO O^T. A lane loads 16 bytes of a row at a time: columns of both factors are then in another order, the same for
+    // both. Products need a fourth of the instructions of sums by threads.
     __device__ __forceinline__ void load(const BackwardShared& shared, int first, int rows) const {
-        copy_rows(shared.query(), query, shared.dout(), dout, first, rows, 15, head_dim);
-#pragma unroll 4
-        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
-            const int row = i / CHUNKS, chunk = i % CHUNKS;
-            const bool inside = row < rows && 8 * chunk < head_dim;
-            uint4 o{}, d{};
-            if (inside) {
-                o = *reinterpret_cast<const uint4*>(out.row(first + row) + 8 * chunk);
-                d = *reinterpret_cast<const uint4*>(dout.row(first + row) + 8 * chunk);
-            }
-            float delta = dot(o, d);
+        copy_rows<MOST>(shared.query(), query, first, rows, head_dim);
+        copy_rows<MOST>(shared.dout(), dout, first, rows, head_dim);
+        constexpr int TURNS = ROWS / TILE, PARTS = HEAD_DIM / 32;
+        const int lane = u32(threadIdx.x) % 32, g = lane / 4, t = lane % 4, own_row = int(u32(threadIdx.x) / 32 * 16) + g;
+        const bool on_diagonal = t == g / 2;
+        uint4 o[TURNS][2][PARTS], d[TURNS][2][PARTS];
+        float shift[TURNS][2], delta[TURNS][2];
 #pragma unroll
-            for (int lanes = 1; lanes < CHUNKS; lanes *= 2) delta += __shfl_xor_sync(~0u, delta, lanes);
-            if (chunk) continue;
-            float log_sum = MINUS_INFINITY;
-            if (row < rows) {
-                log_sum = lse[first + row];
-                if (HAS_DLSE) delta -= dlse[first + row];
+        for (int i = 0; i < TURNS; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int row = i * TILE + own_row + 8 * h;
+#pragma unroll
+                for (int part = 0; part < PARTS; part++) {
+                    const int column = 32 * part + 8 * t;
+                    o[i][h][part] = d[i][h][part] = make_uint4(0, 0, 0, 0);
+                    if (row < rows && column < head_dim) {
+                        o[i][h][part] = *reinterpret_cast<const uint4*>(out.row(first + row) + column);
+                        d[i][h][part] = *reinterpret_cast<const uint4*>(dout.row(first + row) + column);
+                    }
+                }
+                shift[i][h] = MINUS_INFINITY, delta[i][h] = 0.0f;
+                if (row < rows && on_diagonal) {
+                    shift[i][h] = lse[first + row];
+                    if (HAS_DLSE) delta[i][h] = -dlse[first + row];
+                }
             }
-            // a row without a key has weights of 0, and not NaN
-            shared.numbers[row] = make_float2(log_sum == MINUS_INFINITY ? MINUS_INFINITY : -log_sum * LOG2E, delta);
-        }
+        clear_behind(shared.memory, 0, rows);
+        clear_behind(shared.memory, TILE_BYTES, rows);
+#pragma unroll
+        for (int i = 0; i < TURNS; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float sums[4] = {};
+#pragma unroll
+                for (int part = 0; part < PARTS; part++) {
+                    const uint4 &a = d[i][0][part], &b = d[i][1][part], &c = o[i][h][part];
+                    const u32 first_half[4] = {a.x, b.x, a.y, b.y}, second_half[4] = {a.z, b.z, a.w, b.w};
+                    multiply(sums, first_half, c.x, c.y);
+                    multiply(sums, second_half, c.z, c.w);
+                }
+                delta[i][h] += g % 2 ? sums[2 * h + 1] : sums[2 * h];
+                // a row without a key has weights of 0, and not NaN
+                const float x = shift[i][h] == MINUS_INFINITY ? shift[i][h] : -shift[i][h] * LOG2E;
+                if (on_diagonal) shared.numbers[i * TILE + own_row + 8 * h] = make_float2(x, delta[i][h]);
+            }
     }
 };
 
 struct Gradient {
     Number* at;
-    Strides strides;
+    Apart apart;
 
     __device__ __forceinline__ void write(const float (&d)[HEAD_DIM / 2], const Own& own, int head, float factor, int head_dim) const {
+        const RowsOf<Number> rows(at, apart, head);
 #pragma unroll
-        for (int h = 0; h < 2; h++) store_row<HEAD_DIM>(d, h, factor, at + strides.at(own.token + 8 * h, head), head_dim, own.there[h]);
+        for (int h = 0; h < 2; h++) store_row<HEAD_DIM>(d, h, factor, rows.row(own.token + 8 * h), head_dim, own.there[h]);
     }
 };
 
@@ -100,7 +118,7 @@ struct Tokens {
     // row: of the warp's first token; those outside of the group may lie outside of the tile, and nobody reads their results
     __device__ __forceinline__ void take(u32 one, u32 other, int row) {
         const int inside = inside_tile(row + lane / 8 % 2 * 8 + lane % 8);
-        const u32 first = chunk_at(one, inside, lane / 16), second = chunk_at(other, inside, lane / 16);
+        const u32 first = place_of(one, inside, lane / 16), second = place_of(other, inside, lane / 16);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++) load_matrices(left[i], at_step(first, i)), load_matrices(right[i], at_step(second, i));
     }
@@ -111,7 +129,7 @@ struct Tokens {
         float p[N / 2], dp[N / 2];
         multiply_rows<N>(p, left, shared.key(), row, lane);
         multiply_rows<N>(dp, right, shared.value(), row, lane);
-        const int column = key + lane % 4 * 2;
+        const Range columns[2] = {seen[0].from(key + lane % 4 * 2), seen[1].from(key + lane % 4 * 2)};
         u32 kept[2] = {};
         if (DROPOUT) {
 #pragma unroll
@@ -121,7 +139,7 @@ struct Tokens {
 #pragma unroll
         for (int e = 0; e < N / 2; e++) {
             const float2& row_numbers = numbers[half_of(e)];
-            p[e] = seen[half_of(e)].has(column_at(column, e)) ? exp2_fast(fmaf(p[e], exponent, row_numbers.x)) : 0.0f;
+            p[e] = columns[half_of(e)].has(column_at(0, e)) ? exp2_fast(fmaf(p[e], exponent, row_numbers.x)) : 0.0f;
             if (DROPOUT) dp[e] = kept[half_of(e)] >> column_at(0, e) % 32 & 1 ? dp[e] * survivors.inverse : 0.0f;
             p[e] *= dp[e] - row_numbers.y;
         }
@@ -137,6 +155,7 @@ struct Tokens {
         multiply_rows<N>(p, left, shared.query(), row, lane);
         multiply_rows<N>(dp, right, shared.dout(), row, lane);
         const int column = query + lane % 4 * 2;
+        const Range columns[2] = {seen[0].from(column), seen[1].from(column)};
         const float2* numbers = shared.numbers + row + lane % 4 * 2;
         u32 weights[N / 4], dscores[N / 4];
 #pragma unroll
@@ -148,7 +167,7 @@ struct Tokens {
 #pragma unroll
                 for (int b = 0; b < 2; b++) {
                     const int e = 4 * i + 2 * h + b, other = column + 8 * i + b;
-                    const bool sees = seen[h].has(other);
+                    const bool sees = columns[h].has(8 * i + b);
                     const float weight = sees ? exp2_fast(fmaf(p[e], exponent, pair[b].x)) : 0.0f;
                     float dweight = dp[e];
                     kept[b] = weight;
@@ -194,29 +213,41 @@ __device__ __forceinline__ void await_rows() {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    tokens_backward(const Number* query, const Number* key, const Number* value, const int* bounds_of_tokens, const Number* dout, const Number* out,
+    tokens_backward(const Number* query, const Number* key, const Number* value, const int* offsets, const Number* dout, const Number* out,
                     const float* lse, const float* dlse, Number* dquery, Number* dkey, Number* dvalue,
 #if DROPOUT
                     const u32* bits,
 #endif
-                    const void* tokens,
+                    const void* tokens, const void* sequences,
 #if DROPOUT
                     const void* words,
 #endif
-                    long long query_row, long long query_head, long long key_row, long long key_head, long long value_row, long long value_head,
-                    long long dout_row, long long dout_head, long long out_row, long long out_head, long long dquery_row, long long dquery_head,
-                    long long dkey_row, long long dkey_head, long long dvalue_row, long long dvalue_head,
+                    int query_row, int query_head, int key_row, int key_head, int value_row, int value_head, int dout_row, int dout_head, int out_row,
+                    int out_head, int dquery_row, int dquery_head, int dkey_row, int dkey_head, int dvalue_row, int dvalue_head,
 #if DROPOUT
                     float inverse,
 #endif
-                    int owners, int group_size, int head_dim, float scale) {
+#if GROUPED
+                    int group_size,
+#endif
+                    int owners, int head_dim, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const BackwardShared shared{shared_address(memory), reinterpret_cast<float2*>(memory + 4 * TILE_BYTES)};
-    const int total = number_of(tokens), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int tile = blockIdx.x / u32(owners), owner = blockIdx.x - tile * owners, begin = tile * TILE, members = GROUPED ? group_size : 1;
+    const BackwardShared shared{memory, beginning_of(memory), reinterpret_cast<float2*>(memory + 4 * TILE_BYTES)};
+    const int total = number_of(tokens), lane = u32(threadIdx.x) % 32, warp = u32(threadIdx.x) / 32;
+    const int tile = blockIdx.x / u32(owners), owner = blockIdx.x - tile * owners, begin = tile * TILE;
+#if GROUPED
+    const int members = group_size;
+#else
+    constexpr int members = 1;
+#endif
     const Rows k(key, {key_row, key_head}, owner), v(value, {value_row, value_head}, owner);
     const Gradient to_query{dquery, {dquery_row, dquery_head}}, to_key{dkey, {dkey_row, dkey_head}}, to_value{dvalue, {dvalue_row, dvalue_head}};
-    const Bounds bounds(bounds_of_tokens, total);
+    const Rows own_rows[5] = {k, v, Rows(query, {query_row, query_head}, owner * members), Rows(dout, {dout_row, dout_head}, owner * members),
+                              Rows(out, {out_row, out_head}, owner * members)};
+#pragma unroll
+    for (int i = 0; i < 5; i++) prefetch_rows(own_rows[i], begin, total);
+    if (head_dim < HEAD_DIM) clear_columns(memory, 0, 4 * ROWS, head_dim);
+    const Bounds bounds({offsets, number_of(sequences), total}, begin);
     bool used = false;  // others may read the tiles yet
 #pragma unroll 1
     for (Groups group(bounds, begin, total); group.are_left();) {
@@ -246,8 +277,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             for (int start = k_low; start < k_high; start += MOST) {
                 const int rows = min(k_high - start, MOST);
                 if (used) __syncthreads();
+                copy_rows<MOST>(shared.key(), k, start, rows, head_dim);
+                copy_rows<MOST>(shared.value(), v, start, rows, head_dim);
+                clear_behind(memory, 2 * TILE_BYTES, rows);
+                clear_behind(memory, 3 * TILE_BYTES, rows);
                 if (start == k_low) from.load(shared, q_start, whole ? q_high - q_low : group.stop - group.begin);
-                copy_rows(shared.key(), k, shared.value(), v, start, rows, 15, head_dim);
                 await_rows();
                 used = true;
                 if (start == k_low) {
@@ -270,7 +304,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 const int rows = min(q_high - start, MOST);
                 if (!whole) {
                     __syncthreads();
-                    if (!taken) copy_rows(shared.key(), k, shared.value(), v, group.begin, group.stop - group.begin, 0, head_dim);
+                    if (!taken) {
+                        copy_rows<TILE>(shared.key(), k, group.begin, group.stop - group.begin, head_dim);
+                        copy_rows<TILE>(shared.value(), v, group.begin, group.stop - group.begin, head_dim);
+                    }
                     from.load(shared, start, rows);
                     await_rows();
                 }

@@ -9,7 +9,7 @@
 // a warpgroup's 64: the exponentials and masks of a warp are those of 48 keys, and of a warpgroup those of 96 or 128.
 // Source: FlashAttention-2 (Dao 2023), algorithm 1; traffic: q, k, v in once but for what neighbouring tiles share in L2, out and lse out.
 //
-// Compiled with the macros of tokens.cuh, STEP (keys: 32 or 64), BLOCKS (of a multiprocessor, which bounds registers), SHARED_BYTES.
+// Compiled with the macros of tokens.cuh, GROUPED (1: query heads share a key head), STEP (keys: 32, 48 or 64), BLOCKS (of a multiprocessor, which bounds registers), SHARED_BYTES.
 #include "tokens.cuh"
 
 constexpr int QUERY_BYTES = TILE * PITCH;
@@ -37,10 +37,10 @@ struct Queries {
     __device__ __forceinline__ void step(const Own& own, const Range (&seen)[2], int key, int row, const Survivors& survivors) {
         float scores[N / 2];
         multiply_rows<N>(scores, query, keys, row, lane);
-        const int column = key + lane % 4 * 2;
+        const Range own_columns[2] = {seen[0].from(key + lane % 4 * 2), seen[1].from(key + lane % 4 * 2)};
 #pragma unroll
         for (int e = 0; e < N / 2; e++)
-            if (!seen[half_of(e)].has(column_at(column, e))) scores[e] = MINUS_INFINITY;
+            if (!own_columns[half_of(e)].has(column_at(0, e))) scores[e] = MINUS_INFINITY;
         float most[2], factor[2];
         own_max(most, scores);
 #pragma unroll
@@ -83,45 +83,50 @@ struct Queries {
         const Range seen[2] = {own.keys(0, end), own.keys(1, end)};
 #pragma unroll 1
         for (; end - key > STEP; key += STEP, row += STEP) step<STEP>(own, seen, key, row, survivors);
-        if (STEP > 32 && end - key > 48) step<STEP>(own, seen, key, row, survivors);
-        else if (STEP > 32 && end - key > 32) step<48>(own, seen, key, row, survivors);
+        if (STEP >= 64 && end - key > 48) step<64>(own, seen, key, row, survivors);
+        else if (STEP >= 48 && end - key > 32) step<48>(own, seen, key, row, survivors);
         else if (end - key > 16) step<32>(own, seen, key, row, survivors);
         else if (end > key) step<16>(own, seen, key, row, survivors);
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    tokens_forward(const Number* query, const Number* key, const Number* value, const int* bounds_of_tokens, Number* out, float* lse,
+    tokens_forward(const Number* query, const Number* key, const Number* value, const int* offsets, Number* out, float* lse,
 #if DROPOUT
                    const u32* bits,
 #endif
-                   const void* tokens,
+                   const void* tokens, const void* sequences,
 #if DROPOUT
                    const void* words,
 #endif
-                   long long query_row, long long query_head, long long key_row, long long key_head, long long value_row, long long value_head,
-                   long long out_row, long long out_head,
+                   int query_row, int query_head, int key_row, int key_head, int value_row, int value_head, int out_row, int out_head,
 #if DROPOUT
                    float inverse,
 #endif
-                   int heads, int group_size, int head_dim, float exponent) {
+#if GROUPED
+                   int group_size,
+#endif
+                   int heads, int head_dim, float exponent) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const u32 queries = shared_address(memory), keys = queries + QUERY_BYTES, values = keys + TILE_BYTES;
-    const int total = number_of(tokens), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 queries = beginning_of(memory), keys = queries + QUERY_BYTES, values = keys + TILE_BYTES;
+    const int total = number_of(tokens), lane = u32(threadIdx.x) % 32, warp = u32(threadIdx.x) / 32;
     const int tile = blockIdx.x / u32(heads), head = blockIdx.x - tile * heads, begin = tile * TILE;
-    const Rows from(query, {query_row, query_head}, head), k(key, {key_row, key_head}, head / u32(group_size)),
-        v(value, {value_row, value_head}, head / u32(group_size));
-    const int own_rows = min(TILE, total - begin);
-    for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {  // before the bounds are there
-        const int row = i / CHUNKS, chunk = i % CHUNKS;
-        const bool inside = row < own_rows && 8 * chunk < head_dim;
-        copy_16(chunk_at(queries, row, chunk), inside ? from.row(begin + row) + 8 * chunk : query, inside);
-    }
+#if GROUPED
+    const int owner = head / u32(group_size);
+#else
+    const int owner = head;
+#endif
+    const Rows q(query, {query_row, query_head}, head), k(key, {key_row, key_head}, owner), v(value, {value_row, value_head}, owner);
+    const RowsOf<Number> to(out, {out_row, out_head}, head);
+    copy_rows<TILE>(queries, q, begin, min(TILE, total - begin), head_dim);  // before the bounds are there
+    prefetch_rows(k, begin, total);
+    prefetch_rows(v, begin, total);
+    if (head_dim < HEAD_DIM) clear_columns(memory, 0, TILE + 2 * ROWS, head_dim);
     Survivors survivors{};
 #if DROPOUT
     survivors = {bits + (long long)head * total * number_of(words), number_of(words), inverse};
 #endif
-    const Bounds bounds(bounds_of_tokens, total);
+    const Bounds bounds({offsets, number_of(sequences), total}, begin);
     Queries rows(keys, values, lane, exponent);
     bool held = false;
 #pragma unroll 1
@@ -133,7 +138,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int start = group.low; start < end; start += MOST) {
             const int number = min(end - start, MOST);
             if (held) __syncthreads();  // the chunk before is read
-            copy_rows(keys, k, values, v, start, number, 15, head_dim);
+            copy_rows<MOST>(keys, k, start, number, head_dim);
+            copy_rows<MOST>(values, v, start, number, head_dim);
+            clear_behind(memory, QUERY_BYTES, number);
+            clear_behind(memory, QUERY_BYTES + TILE_BYTES, number);
             copies_commit();
             copies_wait<0>();
             __syncthreads();
@@ -145,13 +153,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int token = own.token + 8 * h;
-            const float sum = quad_sum(rows.sum[h]);
-            float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+            const float sum = quad_sum(rows.sum[h]), logarithm = log2_fast(sum);
+            float factor = sum == 0.0f ? 0.0f : exp2_fast(-logarithm);
             if (DROPOUT) factor *= survivors.inverse;
             found_nan |= own.there[h] && sum != sum;
-            store_row<HEAD_DIM>(rows.out, h, factor, out + Strides{out_row, out_head}.at(token, head), head_dim, own.there[h]);
+            store_row<HEAD_DIM>(rows.out, h, factor, to.row(token), head_dim, own.there[h]);
             if (own.there[h] && lane % 4 == 0)
-                lse[(long long)head * total + token] = sum == 0.0f ? MINUS_INFINITY : (log2_fast(sum) + rows.top[h]) * LN2;
+                lse[(long long)head * total + token] = sum == 0.0f ? MINUS_INFINITY : (logarithm + rows.top[h]) * LN2;
         }
         group.next(__syncthreads_or(found_nan));
     }
