@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from saccade.engine.philox import dropout_keep
 from saccade.engine.window import ends_of, in_window
 from saccade.exact.args import AttentionArgs, repeated
-from saccade.exact.long import config, sm90
+from saccade.exact.long import bias_gradient, config, sm90
 from saccade.exact.long import launchers as long
 from saccade.exact.ragged import launchers as ragged
 from saccade.exact.shared_bias import launchers as of_bias
@@ -32,6 +32,8 @@ def emulated(monkeypatch):
     monkeypatch.setattr(sm90, "multiprocessors", lambda device: 2)  # blocks of backward, which walk over several heads each
     monkeypatch.setattr(delta, "delta_of", rows_of_out)
     monkeypatch.setattr(sm90, "_LAUNCHES", type(sm90._LAUNCHES)())
+    monkeypatch.setattr(bias_gradient, "multiprocessors", lambda device: 5)  # parts of the rows
+    monkeypatch.setattr(bias_gradient, "_LAUNCHES", type(sm90._LAUNCHES)())
     monkeypatch.setattr(of_bias, "rows_of", functools.partial(rows_of_bias, of_bias.rows_of))
 
 

@@ -65,6 +65,8 @@ CONFIGS = {
     ("backward", 64): Sm90Config(4, (192, 72, 56)),
     ("backward", 128): Sm90Config(2, (208, 64, 32)),
 }
+# of the gradient of a bias, whose warpgroups that compute hold its tile and the sums in registers
+BIAS_GRADIENT = {32: Sm90Config(4, (240, 24)), 64: Sm90Config(2, (240, 24))}
 
 
 def rounded(head_dim: int) -> int:
