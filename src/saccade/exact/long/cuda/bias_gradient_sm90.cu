@@ -9,7 +9,7 @@
 //
 // shared memory:   | Q, dO, K, V: STAGES times | what is told, and c, -delta and m of each query: STAGES times | barriers |
 //
-// The first tile of the ring is that of the bias, which stays in registers as float32. P is exp2(log2(e) (S - m) + c), where m is 0 but for queries whose
+// The first tile of the ring is that of the bias, which stays in registers. P is exp2(log2(e) (S - m) + c), where m is 0 but for queries whose
 // lse has lost the logarithm of its sum (rows_of_bias.cuh).
 //
 // Compiled with the macros of chunks_sm90.cuh, STAGES, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES.
@@ -134,7 +134,8 @@ struct Sums {
     const MaskBits mask;
     const Dropout& dropout;
     const bool arriving = arriving_lane();
-    float sums[HALVES][HALF / 2], bias[HALVES][HALF / 2];
+    float sums[HALVES][HALF / 2];
+    u32 bias[HALVES][HALF / 4];  // pairs of 16 bits: as floats they leave dropout and masks no registers
 
     __device__ __forceinline__ Sums(BiasGradientShared shared, int warpgroup, float scale, MaskBits mask, const Dropout& dropout)
         : shared(shared), warpgroup(warpgroup), scale(scale), mask(mask), dropout(dropout) {}
@@ -151,14 +152,9 @@ struct Sums {
         for (int half = 0; half < HALVES; half++)
 #pragma unroll
             for (int s = 0; s < HALF / 16; s++) {
-                u32 words[4];
-                load_matrices(words, Tile<64, 64>::fragment(shared.bias(warpgroup, half), 0, s));
+                load_matrices(bias[half] + 4 * s, Tile<64, 64>::fragment(shared.bias(warpgroup, half), 0, s));
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const float2 x = floats_of(words[j]);
-                    bias[half][8 * s + 2 * j] = x.x, bias[half][8 * s + 2 * j + 1] = x.y;
-                    sums[half][8 * s + 2 * j] = sums[half][8 * s + 2 * j + 1] = 0.0f;
-                }
+                for (int j = 0; j < 8; j++) sums[half][8 * s + j] = 0.0f;
             }
         release(0);
     }
@@ -185,7 +181,10 @@ struct Sums {
         if (DROPOUT) survivors = dropout.of_queries<HALF>(dropout.problem(item.sequence, item.head), first_query, first_key);
         products_wait<1>();
 #pragma unroll
-        for (int e = 0; e < HALF / 2; e++) scores[e] = fmaf(scores[e], scale, bias[half][e]);
+        for (int i = 0; i < HALF / 4; i++) {
+            const float2 added = floats_of(apart(bias[half][i]));  // else the compiler keeps the floats
+            scores[2 * i] = fmaf(scores[2 * i], scale, added.x), scores[2 * i + 1] = fmaf(scores[2 * i + 1], scale, added.y);
+        }
         if (any_far) {
 #pragma unroll
             for (int e = 0; e < HALF / 2; e++) scores[e] -= rows[half_of(e)].z;
