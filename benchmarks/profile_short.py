@@ -42,7 +42,7 @@ METRICS = {
 }
 # our kernels in Triton and in CUDA C++, and the main kernels of SDPA's flash, efficient and cuDNN backends (not their small helpers)
 KERNELS = (
-    r"regex:_fwd_|_bwd_|forward_sm90|backward_([a-z]+_)?sm90|pooling_backward|flash_(fwd|bwd)_kernel|flash_bwd_dq_dk_dv|fmha_cutlass"
+    r"regex:_fwd_|_bwd_|forward_sm90|backward_([a-z]+_)?sm90|bias_gradient_sm90|pooling_backward|flash_(fwd|bwd)_kernel|flash_bwd_dq_dk_dv|fmha_cutlass"
     r"|cudnn.*sdpa"
 )
 

@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from saccade.testing.timing import Timing
+
 pytest.importorskip("triton")
 
 
@@ -92,3 +94,22 @@ def test_it_runs(table, load, monkeypatch, timed_once, tmp_path):
         (name, direction) for name in ("auto", "sdpa") for direction in ("fwd", "bwd", "fwd+bwd")
     }
     assert {row["note"] for row in found} == {"small", "windows"}
+
+
+def test_the_profile_of_long_compares_and_times(load, monkeypatch, capsys):
+    """With the kernels of `shared_bias` in the place of those that need a GPU."""
+    made = load("profile_long_bias")
+    monkeypatch.setattr(made, "DEVICE", "cpu")
+    monkeypatch.setattr(made, "DTYPE", torch.float16)  # which the interpreter computes
+    monkeypatch.setattr(made, "captured", lambda call: call)
+    monkeypatch.setattr(made, "measure", lambda call, *given: (call(), Timing(1.0, 1.0, 1.0))[1])
+    monkeypatch.setattr(made.launchers, "forward", made.of_bias.forward)
+    monkeypatch.setattr(made.launchers, "backward", made.of_bias.backward)
+    arguments = ["--tokens", "20", "--rows", "3", "--heads", "1", "--dim", "16"]
+    made.main([*arguments, "--mask"])
+    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert names[:3] == ["forward, maxima late", "forward, maxima early", "forward, shared_bias"]
+    assert "dbias with 3 parts, and the rest" in names
+    monkeypatch.setattr(made.launchers, "forward", lambda args: tuple([x + 1 for x in made.of_bias.forward(args)]))
+    with pytest.raises(SystemExit, match="out is off by "):
+        made.main(arguments)

@@ -3,6 +3,7 @@
 #include "numbers.cuh"
 
 inline float reciprocal(float x) { return 1.0f / x; }
+inline int apart(int x) { return x; }
 inline void store_16(u32 to, int x, int y, int z, int w) { at_shared<uint4>(to) = {unsigned(x), unsigned(y), unsigned(z), unsigned(w)}; }
 inline void store_4(u32 to, float x) { at_shared<float>(to) = x; }
 inline int load_4(u32 from) { return at_shared<int>(from); }

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 import saccade
 from saccade.exact.long import backend as long_backend
-from saccade.exact.long import config, sm90
+from saccade.exact.long import bias_gradient, config, sm90
 from saccade.exact.long.backend import LONG
+from saccade.exact.long.bias import readable
 from saccade.exact.problem import describe_attention
 from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import launchers
@@ -353,18 +354,70 @@ BIASED = {"mask": "bias", "mask_shape": (1, 12, 197, 197)}
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("features", [f for n in range(4) for f in itertools.combinations(PARTS[:3], n)], ids="-".join)
-@pytest.mark.parametrize("key", [key for key in sm90.CONFIGS if key != ("backward", 128)], ids=str)
-def test_binary_with_a_bias(key, features, bf16):
+@pytest.mark.parametrize(
+    ("key", "late"),
+    [*((key, False) for key in sm90.CONFIGS if key != ("backward", 128)), (("forward", 32), True)],
+    ids=str,
+)
+def test_binary_with_a_bias(key, late, features, bf16):
     direction, dim = key
     chosen = sm90.CONFIGS[key]
     flags = [x in features for x in PARTS]
-    macros = sm90.defines(direction, dim, bf16, False, 0, chosen, *flags, bias=True)
+    macros = sm90.defines(direction, dim, bf16, False, 0, chosen, *flags, bias=True, late=late)
     made = build(sm90.source(direction), sm90.ARCHITECTURE, Options.of(macros))
     assert "Potential Performance Loss" not in made.log, made.log
     (usage,) = resource_usage(made.cubin).values()
-    assert usage.stack <= 32, usage
+    assert usage.stack <= (88 if late else 32), usage
     assert usage.registers * sm90.threads(direction, chosen) <= 65536
     assert sm90.shared_bytes(direction, dim, chosen, True) <= SHARED_LIMIT[90]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("features", [f for n in range(4) for f in itertools.combinations(PARTS[:3], n)], ids="-".join)
+@pytest.mark.parametrize("dim", config.BIAS_GRADIENT)
+def test_binary_of_the_gradient_of_a_bias(dim, features, bf16):
+    macros = bias_gradient.defines(dim, bf16, *[x in features for x in FEATURES[:3]])
+    made = build(sm90.source("bias_gradient"), sm90.ARCHITECTURE, Options.of(macros))
+    assert "Potential Performance Loss" not in made.log, made.log
+    (usage,) = resource_usage(made.cubin).values()
+    assert usage.stack <= (144 if "dropout" in features else 0), usage
+    compute, loads = config.BIAS_GRADIENT[dim].registers
+    assert 2 * compute + loads <= usage.registers * 384 // 128
+    assert bias_gradient.shared_bytes(dim) <= SHARED_LIMIT[90]
+
+
+@pytest.mark.parametrize(
+    ("tiles", "members", "wanted"),
+    [(64, 512, (256, 2)), (16, 256, (32, 8)), (256, 1024, (1024, 1)), (1, 1, (1, 1)), (1728, 4, (4, 1)), (4, 3, (1, 3))],
+    ids=str,
+)
+def test_parts_of_the_rows_that_share_a_bias(tiles, members, wanted):
+    each, parts = bias_gradient.parts_of(tiles, members, 132)
+    assert (each, parts) == wanted
+    assert (parts - 1) * each < members <= parts * each
+
+
+@pytest.mark.parametrize(
+    ("bias", "copied"),
+    [
+        (torch.zeros(1, 2, 9, 16).half(), False),
+        (torch.zeros(1, 2, 9, 20).half()[..., :16], True),
+        (torch.zeros(1, 2, 9, 24).half()[..., :17], False),
+        (torch.zeros(2, 9, 16).half().expand(5, -1, -1, -1), False),
+        (torch.zeros(1, 2, 1, 16).half().expand(-1, -1, 9, -1), True),
+        (torch.zeros(1, 9, 16, 2).half().permute(0, 3, 1, 2), True),
+        (torch.zeros(1, 2, 9, 17).half(), True),
+        (torch.zeros(289).half()[1:].view(1, 2, 9, 16), True),
+    ],
+    ids=lambda x: "x".join(map(str, x.stride())) if isinstance(x, torch.Tensor) else str(x),
+)
+def test_biases_that_the_copy_engine_cannot_read_are_copied(bias, copied):
+    found = readable(bias)
+    assert found.shape == (1, *bias.shape[1:])
+    assert (found.data_ptr() != bias.data_ptr()) == copied
+    assert found.data_ptr() % 16 == 0
+    assert all(s % 8 == 0 for s in found.stride()[:3])
 
 
 def problem_of(monkeypatch, batch=512, heads=12, q_len=197, kv_len=197, dim=64, **changes):

@@ -12,14 +12,17 @@ import torch.nn.functional as F
 from saccade.engine.philox import dropout_keep
 from saccade.engine.window import ends_of, in_window
 from saccade.exact.args import AttentionArgs, repeated
-from saccade.exact.long import config, sm90
+from saccade.exact.long import bias_gradient, config, sm90
 from saccade.exact.long import launchers as long
 from saccade.exact.ragged import launchers as ragged
 from saccade.exact.shared_bias import launchers as of_bias
+from saccade.exact.testing.check import check_attention
 from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, FULL, FULL_BOTTOM_RIGHT, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.launch import delta
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import CudaLaunch
+from saccade.testing.cases import Case
+from saccade.testing.judge import report
 
 SEED = 0x1234567_89ABCDEF
 
@@ -32,6 +35,8 @@ def emulated(monkeypatch):
     monkeypatch.setattr(sm90, "multiprocessors", lambda device: 2)  # blocks of backward, which walk over several heads each
     monkeypatch.setattr(delta, "delta_of", rows_of_out)
     monkeypatch.setattr(sm90, "_LAUNCHES", type(sm90._LAUNCHES)())
+    monkeypatch.setattr(bias_gradient, "multiprocessors", lambda device: 5)  # parts of the rows
+    monkeypatch.setattr(bias_gradient, "_LAUNCHES", type(sm90._LAUNCHES)())
     monkeypatch.setattr(of_bias, "rows_of", functools.partial(rows_of_bias, of_bias.rows_of))
 
 
@@ -412,6 +417,53 @@ def test_packed_windows_by_the_ragged_family(dim, monkeypatch):
 def test_biases(tokens, dim, dtype):
     """Three rows are two turns of two teams, of which one idles in the second; 448 keys are more chunks than there are tiles of the bias."""
     dense(2, *tokens, dim, dtype, dlse=True, batch=3, bias=torch.randn(1, 2, *tokens))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("late", [(32,), ()], ids=["late", "early"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rise", [3.0, 7.0, 9.0, 40.0, 200.0, 30000.0])
+def test_biases_that_rise_behind_the_first_chunk(rise, dtype, late, monkeypatch):
+    """By less and by more than what weights may grow before the maxima are looked for, and beyond what an exponential holds, under a mask too."""
+    monkeypatch.setattr(config, "LATE_MAXIMA", late)
+    bias = torch.randn(1, 2, 140, 210)
+    bias[:, :, 5:90:17, 70:80] += rise
+    bias[:, :, 100, 200:] += rise
+    bias[:, :, 3, :64] -= rise
+    bias[:, :, 120:, 64:] += rise
+    mask = torch.ones(3, 1, 1, 210, dtype=torch.bool)
+    mask[1, ..., 72:200:3], mask[2, ..., :130] = False, False
+    dense(2, 140, 210, 32, dtype, mask=mask, bias=bias)
+    dense(2, 140, 210, 32, dtype, batch=2, bias=bias, dropout_p=0.2)
+
+
+@pytest.mark.parametrize("late", [(32,), ()], ids=["late", "early"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_biases_keep_the_budget(dtype, late, monkeypatch):
+    monkeypatch.setattr(config, "LATE_MAXIMA", late)
+    case = Case("bias", 4, 2, 2, 133, 197, 32, bias=(1, 2, 133, 197), lse_grad=True)
+    results = check_attention(case, dtype, "cpu", "long", run=lambda x: Emulated.apply(x.query, x.key, x.value, x.bias))
+    assert all(r.ok for r in results), report(case, results)
+
+
+class Emulated(torch.autograd.Function):
+    """`(out, lse)` of a call with a bias."""
+
+    @staticmethod
+    def forward(ctx, *given):
+        out, lse = long.forward(Emulated.args(given))
+        ctx.save_for_backward(*given, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        *given, out, lse = ctx.saved_tensors
+        return long.backward(Emulated.args(given), dout, dlse, out, lse, bias_grad=True, packed=None)
+
+    @staticmethod
+    def args(given):
+        query, key, value, bias = given
+        return AttentionArgs(query, key, value, None, bias, None, None, 0.0, False, query.shape[-1] ** -0.5)
 
 
 BIASES = {

@@ -14,6 +14,7 @@ from saccade.engine.rule import Rule, Source, square, table, taken
 from saccade.exact import measured
 from saccade.exact.long import config
 from saccade.exact.problem import SHORT_TOKENS
+from saccade.launch.requirements import triton_reasons
 
 SHORTEST, LONGEST = 65, 577  # what was measured; the kernels take other lengths too
 # Up to 128 tokens: problems from which these kernels are faster than those of `short`, by the largest D and whether there is a backward, in CUDA
@@ -69,6 +70,10 @@ def _why_no_bias(problem: Problem) -> list[str]:
         reasons.append(f"needs a bias in the dtype of query, {problem.dtype}, got {problem.bias_dtype}")
     if shape[-2:] != (problem.q_len, problem.kv_len):
         reasons.append(f"needs a bias for each query and key, [.., {problem.q_len}, {problem.kv_len}], got {list(shape)}")
+    if problem.needs_grad:
+        reasons += triton_reasons(
+            problem.device_type, problem.arch, problem.dtype
+        )  # the numbers of the rows are those of `shared_bias`
     if problem.needs_grad and problem.head_dim > config.MAX_BIAS_HEAD_DIM:
         most = config.MAX_BIAS_HEAD_DIM
         reasons.append(f"needs a head dim of at most {most} for the gradients of a call with a bias, got {problem.head_dim}")

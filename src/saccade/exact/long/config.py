@@ -21,6 +21,9 @@ TIMED_FORWARD = 256  # of a call without a gradient; 0.99 of torch's speed at 51
 TIMED_BIAS = False
 TIMED_BIAS_HEAD_DIM, TIMED_BIAS_TOKENS = (1, 64), (129, 1024)
 MAX_BIAS_HEAD_DIM = 64
+# D rounded up, of forward with a bias that computes weights before maxima, and looks for these only where weights are large: 265 of 298 instructions of
+# a tile, but some spilled registers (docs/notes/long.md). Not timed. Read at each call.
+LATE_MAXIMA = (32,)
 # The most queries that share a key head there: backward parks dQ of all of them between rounds of keys, for each block; 277 MB of D = 64
 MAX_SHARING = 8192
 
@@ -65,6 +68,8 @@ CONFIGS = {
     ("backward", 64): Sm90Config(4, (192, 72, 56)),
     ("backward", 128): Sm90Config(2, (208, 64, 32)),
 }
+# of the gradient of a bias, whose warpgroups that compute hold its tile and the sums in registers
+BIAS_GRADIENT = {32: Sm90Config(4, (240, 24)), 64: Sm90Config(2, (240, 24))}
 
 
 def rounded(head_dim: int) -> int:

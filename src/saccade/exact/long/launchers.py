@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.engine.layout import empty_like_heads, unpack
 from saccade.exact.args import AttentionArgs
-from saccade.exact.long import sm90
+from saccade.exact.long import bias_gradient, sm90
 from saccade.exact.long.bias import readable
 from saccade.exact.varlen.args import of_dense
 from saccade.native.recording import refuse, scratch
+
+if TYPE_CHECKING:
+    from saccade.exact.shared_bias.launchers import Rows
 
 
 def _mask_of(args: AttentionArgs) -> Tensor | None:
@@ -114,12 +117,12 @@ def backward(
             args.launches.remember(key, known)
     moved = query, key_, value, dout, out, *bias
     if args.bias is not None:
-        from saccade.exact.shared_bias import launchers as of_bias
+        from saccade.exact.shared_bias import launchers as of_bias  # Triton, which no other call needs
 
         rows = of_bias.rows_of(args, dout, dlse, out, lse, bias_grad=bias_grad)
         shift, inverse, delta = rows.numbers
         sm90.run_backward(known.plan, moved, _lengths_at(args), None, shift, delta, gradients, _mask_of(args), args.seed, inverse)
-        return dq, dk, dv, of_bias.gradient_of(rows, args.bias) if bias_grad else None
+        return dq, dk, dv, _bias_gradient(args, moved, rows) if bias_grad else None
     if sm90.owns_delta(query.shape[-1]):
         delta = scratch(lse.shape, lse.dtype, lse.device)
     else:
@@ -128,6 +131,18 @@ def backward(
     mask = _mask_of(args)
     sm90.run_backward(known.plan, moved, _lengths_at(args), dlse, lse, delta, gradients, mask, args.seed)
     return dq, dk, dv, None
+
+
+def _bias_gradient(args: AttentionArgs, moved: tuple[Tensor, ...], rows: Rows) -> Tensor:
+    """dbias, in the shape and dtype of the bias. One that was expanded over rows or heads, whose gradient is that of each, is left to `shared_bias`."""
+    from saccade.exact.shared_bias import launchers as of_bias
+
+    query, key, value, dout, _, bias = moved
+    assert args.bias is not None, "the call has a bias"
+    if args.bias[(None,) * (4 - args.bias.dim())].shape[:2] != bias.shape[:2]:
+        return of_bias.gradient_of(rows, args.bias)
+    call = of_dense(args)._replace(query=query, key=key, value=value, bias=bias)
+    return of_bias.in_shape_of(bias_gradient.gradient(call, dout, rows.numbers), args.bias)
 
 
 def _gradients(known: _Known | None, moved: tuple[Tensor, ...], packed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

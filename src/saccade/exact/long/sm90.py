@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade.exact.long import choice
+from saccade.exact.long import config as settings
 from saccade.exact.long.config import CONFIGS, Sm90Config, rounded, segment_rounds
 from saccade.exact.long.mask_bits import pack, strides_of
 from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, UPPER_LEFT, VarlenArgs
@@ -51,6 +52,11 @@ def bias_stages(head_dim: int) -> int:
     return 4 if rounded(head_dim) == 32 else 2
 
 
+def late_maxima(head_dim: int) -> bool:
+    """Whether forward with a bias computes weights before maxima."""
+    return rounded(head_dim) in settings.LATE_MAXIMA
+
+
 def shared_bytes(direction: str, head_dim: int, config: Sm90Config, bias: bool = False) -> int:
     """Dynamic shared memory of a block; the sources check it."""
     row, stages = 2 * rounded(head_dim), config.stages
@@ -71,14 +77,17 @@ def owns_delta(head_dim: int, bias: bool = False) -> bool:
 def defines(
     direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config,
     grouped: bool = False, mask: bool = False, dropout: bool = False, window: bool = False, segment: int = 0, bias: bool = False,
+    late: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """The macros that a kernel is compiled with. segment: rounds of one, of backward with a window."""
+    """The macros that a kernel is compiled with. segment: rounds of one, of backward with a window. late: see `late_maxima`."""
     found = {
         "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "GROUPED": grouped, "MASK": mask, "DROPOUT": dropout,
         "WINDOW": window, "STAGES": config.stages, "SHARED_BYTES": shared_bytes(direction, head_dim, config, bias),
     }  # fmt: skip
     if bias:
-        found |= {"BIAS": 1, "BIAS_STAGES": bias_stages(head_dim)} if direction == "forward" else {"BIAS": 1}
+        found |= {"BIAS": 1}
+        if direction == "forward":
+            found |= {"BIAS_STAGES": bias_stages(head_dim), "LATE_MAXIMA": late}
     if direction == "forward":
         registers = dict(zip(("COMPUTE_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
         return found | registers | {"TEAMS": config.teams, "QUERY_SLOTS": QUERY_SLOTS}
@@ -176,10 +185,10 @@ def _launch(
     window = window_of(args)
     if window is not None:
         numbers |= dict(zip(("window_left", "window_right"), window, strict=True))
-    matrices = None if args.bias is None else tuple(args.bias.shape[:2])
+    matrices, late = None if args.bias is None else tuple(args.bias.shape[:2]), late_maxima(head_dim)
     if matrices is not None:
         numbers |= dict(zip(("bias_windows", "bias_owners"), matrices, strict=True))
-    size = (heads, head_dim, group, args.mask is None, matrices, query.dim(), query.dtype, query.device)
+    size = (heads, head_dim, group, args.mask is None, matrices, late, query.dim(), query.dtype, query.device)
     key = (direction, grid, tuple(strides.values()), size, args.causal, args.scale, dropped, window, _segment(args), config)
     found = _LAUNCHES.get(key)
     if found is None:
@@ -195,7 +204,7 @@ def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any]
     causal = _alignment(args) if features[-1] else args.causal
     macros = defines(
         direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, causal, config, *features, _segment(args),
-        args.bias is not None,
+        args.bias is not None, late_maxima(query.shape[-1]),
     )  # fmt: skip
     shared = shared_bytes(direction, query.shape[-1], config, args.bias is not None)
     return CudaLaunch(

@@ -77,7 +77,7 @@ def rows_of(
 
 def gradient_of(rows: Rows, bias: Tensor) -> Tensor:
     """The gradient in the shape and dtype of the bias."""
-    return _of_shape(bias_gradient(*rows), bias)
+    return in_shape_of(bias_gradient(*rows), bias)
 
 
 def bias_gradient(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def _total(dbias: Tensor) -> Tensor:
     return dbias[0] if dbias.shape[0] == 1 else dbias.sum(0)
 
 
-def _of_shape(total: Tensor, bias: Tensor) -> Tensor:
+def in_shape_of(total: Tensor, bias: Tensor) -> Tensor:
     """The gradient in the shape and dtype of the bias: summed over the queries or keys that share a number."""
     if total.shape != bias.shape:
         total = total.sum_to_size((1,) * (4 - bias.dim()) + tuple(bias.shape)).view(bias.shape)

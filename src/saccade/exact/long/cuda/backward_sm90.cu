@@ -24,7 +24,7 @@
 // (Shah et al. 2024); traffic: Q and dO once from memory, then from L2 once a round.
 //
 // With a BIAS a chunk comes with its tile of 64 queries and 128 keys, which is read transposed, and with numbers of its queries that another kernel found
-// (NumbersOfRows): lse has lost the logarithm of the sum where scores are as far off as finfo.min. The gradient of the bias is another kernel's.
+// (rows_of_bias.cuh): lse has lost the logarithm of the sum where scores are as far off as finfo.min. The gradient of the bias is another kernel's.
 //
 // With a WINDOW a block takes the keys of a segment, SEGMENT rounds, so that a long sequence occupies many blocks. Queries whose window begins in a segment
 // are its own: it writes their dQ, and goes on to the rounds behind its end that their windows reach, of which it writes no dK and dV. A round meets the
@@ -34,6 +34,9 @@
 // QUERY_REGISTERS, LOAD_REGISTERS and SHARED_BYTES.
 #include "chunks_sm90.cuh"
 #include "ring.cuh"
+#if BIAS
+#include "rows_of_bias.cuh"
+#endif
 
 constexpr int CHUNK_ROWS = 64, ROUND_ROWS = 128, ROUNDS_KNOWN = 4, SEGMENT_ROWS = SEGMENT * ROUND_ROWS;
 constexpr int SEGMENTS = ROUND_ROWS;  // of a sequence: the first key of a round, a multiple of ROUND_ROWS, is told with its segment in one number
@@ -148,28 +151,8 @@ struct Gradients {
     float scale;
 };
 
-// Numbers of each query with a BIAS, at [batch][head][row]: exp2(factor S + shift) |inverse| are its weights, where inverse is 1 if shift is -lse. A far
-// query, whose lse has lost the logarithm of the sum, has its maximum there and one over its sum; a negative inverse says that the factor is 1/4.
 #if BIAS
-static_assert(!OWN_DELTA, "delta comes with these numbers");
-struct NumbersOfRows {
-    const float *shift, *inverse;
-    long long batch, head;
-
-    static __device__ __forceinline__ bool is_far(float shift, float inverse) {
-        return inverse < 0.0f || (fabsf(shift) > 1024.0f * LOG2E && shift > MINUS_INFINITY);
-    }
-    // of a far query, which is taken off its scores; 0 of others
-    __device__ __forceinline__ float maximum(const Item& item, int head_index, int row) const {
-        if (row >= item.q_len) return 0.0f;
-        const long long at = item.batch * batch + head_index * head + row;
-        return is_far(shift[at], inverse[at]) ? -shift[at] * (inverse[at] < 0.0f ? 4.0f : LN2) : 0.0f;
-    }
-    // what is added to the others' scores in base 2
-    static __device__ __forceinline__ float exponent(float shift, float inverse) {
-        return log2_fast(fabsf(inverse)) + (is_far(shift, inverse) ? 0.0f : shift);
-    }
-};
+static_assert(!OWN_DELTA, "delta comes with the numbers of the rows");
 #else
 struct NumbersOfRows {};
 #endif

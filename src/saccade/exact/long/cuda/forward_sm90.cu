@@ -15,13 +15,20 @@
 // With a BIAS, S = scale Q K^T + bias in base e, and m too. The teams of a block take the same queries of problems that share a matrix of the bias, so that
 // a tile of it is read once for both. They meet at its tiles alone, each with the chunks of its own row, and the one with fewer passes the rest.
 //
-// Compiled with the macros of chunks_sm90.cuh, TEAMS (1 or 2), QUERY_SLOTS, STAGES, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES. The registers
+// Compiled with the macros of chunks_sm90.cuh, TEAMS (1 or 2), QUERY_SLOTS, STAGES, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES, with a BIAS
+// BIAS_STAGES and LATE_MAXIMA. The registers
 // of all threads are those of the launch, rounded down to 8 a thread: a warpgroup that asks for more waits for ever.
 #include "chunks_sm90.cuh"
 #include "ring.cuh"
 
 constexpr int BLOCK_ROWS = 128, CHUNK_KEYS = 64, THREADS = 256 * TEAMS + 128;
 constexpr float SLACK = BIAS ? 8.0f * LN2 : 8.0f;  // in base 2, or e with a bias; weights of 2^8 and their sums are far from the largest half
+// 1: weights first, and the maxima of a chunk only where a thread's sum of them is larger than LARGEST_SUM; a warp then forms its scores once more.
+#ifndef LATE_MAXIMA
+#define LATE_MAXIMA 0
+#endif
+static_assert(!LATE_MAXIMA || (BIAS && HEAD_DIM == 32), "a warp forms scores from queries in registers, and bias that is not released");
+constexpr float LARGEST_SUM = 4096.0f;
 using QueryTile = Tile<HEAD_DIM, BLOCK_ROWS>;
 using KeyTile = Tile<HEAD_DIM, CHUNK_KEYS>;
 // With two teams a thread has 112 registers, of which ptxas runs out if it holds wider queries: it would wait for each product.
@@ -179,29 +186,27 @@ struct Rows {
         if (DROPOUT) survivors = dropout.of_queries<N>(dropout.problem(item.sequence, item.head), first_query, first);
         products_wait<FIRST ? 0 : 1>();
         add_bias<N>(scores, tile, arriving);
-        if (MASKED) {
-            const int key = first + own_column();
-#pragma unroll
-            for (int e = 0; e < N / 2; e++)
-                if (!item.sees(row_at(row, e), column_at(key, e))) scores[e] = MINUS_INFINITY;
-        }
-        if (MASK) {
-#pragma unroll
-            for (int e = 0; e < N / 2; e++)
-                if (!mask.shows(shown, e)) scores[e] = MINUS_INFINITY;
-        }
+        hide<N, MASKED>(scores, item, row, first, shown);
         float factor[2];  // of O, written where a row has risen; of the first chunk O is 0
-        const bool risen = rise<N>(scores, factor);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float shift = top[h] == MINUS_INFINITY ? 0.0f : top[h];  // a query that has seen no key yet: -inf - -inf would be NaN
-            const float by = BIAS ? factor_of(shift) : exponent, less = BIAS ? shift * by : shift;
-#pragma unroll
-            for (int i = 0; i < N / 8; i++) {
-                float &x = scores[4 * i + 2 * h], &y = scores[4 * i + 2 * h + 1];
-                x = exp2_fast(fmaf(x, by, -less)), y = exp2_fast(fmaf(y, by, -less));
-                sum[h] += x + y;
+        bool risen;
+        if (LATE_MAXIMA) {
+            // a query that has seen no key yet may have scores that are all far below 0
+            const bool early = FIRST || __any_sync(~0u, fminf(top[0], top[1]) == MINUS_INFINITY);
+            risen = early && rise<N>(scores, factor);
+            float more[2] = {0.0f, 0.0f};
+            weigh<N>(scores, more);
+            if (!FIRST && !early && __any_sync(~0u, !(fmaxf(more[0], more[1]) <= LARGEST_SUM))) {
+                form_again<N>(scores, stage, tile);
+                hide<N, MASKED>(scores, item, apart(row), apart(first), apart(shown));  // else 32 comparisons are kept for this
+                risen = rise<N>(scores, factor);
+                more[0] = more[1] = 0.0f;
+                weigh<N>(scores, more);
             }
+            release_bias(tile, arriving);
+            sum[0] += more[0], sum[1] += more[1];
+        } else {
+            risen = rise<N>(scores, factor);
+            weigh<N>(scores, sum);
         }
         if (DROPOUT) {  // behind the sum, which is that of all weights
 #pragma unroll
@@ -234,8 +239,61 @@ struct Rows {
                 x = fmaf(x, exponent, added.x), y = fmaf(y, exponent, added.y);
             }
         }
+        if (!LATE_MAXIMA) release_bias(tile, arriving);
+#endif
+    }
+    __device__ __forceinline__ void release_bias(int tile, bool arriving) const {
+#if BIAS
         warp_arrives(bias.read(tile), arriving);
 #endif
+    }
+
+    // The scores of this warp's 16 queries and N keys once more. A product of a warpgroup would need all its warps.
+    template <int N>
+    __device__ __forceinline__ void form_again(float (&scores)[N / 2], int stage, int tile) const {
+#pragma unroll
+        for (int i = 0; i < N / 8; i++) {
+            u32 keys[HEAD_DIM / 8];  // 8 keys, a register for each 8 columns
+#pragma unroll
+            for (int s = 0; s < HEAD_DIM / 32; s++)
+                load_matrices(keys + 4 * s, KeyTile::chunk(shared.key(stage), s / 2, 8 * i + int(threadIdx.x) % 8, s % 2 * 4 + int(threadIdx.x) % 32 / 8));
+            float* of = scores + 4 * i;
+            of[0] = of[1] = of[2] = of[3] = 0.0f;
+#pragma unroll
+            for (int s = 0; s < HEAD_DIM / 16; s++) multiply(of, query + (QUERY_IN_REGISTERS ? 4 * s : 0), keys[2 * s], keys[2 * s + 1]);
+        }
+        add_bias<N>(scores, tile, false);
+    }
+
+    template <int N, bool MASKED>
+    __device__ __forceinline__ void hide(float (&scores)[N / 2], const Item& item, int row, int first, u32 shown) const {
+        if (MASKED) {
+            const int key = first + own_column();
+#pragma unroll
+            for (int e = 0; e < N / 2; e++)
+                if (!item.sees(row_at(row, e), column_at(key, e))) scores[e] = MINUS_INFINITY;
+        }
+        if (MASK) {
+#pragma unroll
+            for (int e = 0; e < N / 2; e++)
+                if (!mask.shows(shown, e)) scores[e] = MINUS_INFINITY;
+        }
+    }
+
+    // scores become weights, which are added up
+    template <int N>
+    __device__ __forceinline__ void weigh(float (&scores)[N / 2], float (&sums)[2]) const {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float shift = top[h] == MINUS_INFINITY ? 0.0f : top[h];  // a query that has seen no key yet: -inf - -inf would be NaN
+            const float by = BIAS ? factor_of(shift) : exponent, less = BIAS ? shift * by : shift;
+#pragma unroll
+            for (int i = 0; i < N / 8; i++) {
+                float &x = scores[4 * i + 2 * h], &y = scores[4 * i + 2 * h + 1];
+                x = exp2_fast(fmaf(x, by, -less)), y = exp2_fast(fmaf(y, by, -less));
+                sums[h] += x + y;
+            }
+        }
     }
 
     // O += P V for the first N keys of a chunk, left under way

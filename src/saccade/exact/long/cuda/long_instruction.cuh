@@ -8,6 +8,12 @@ __device__ __forceinline__ float reciprocal(float x) {
     return y;
 }
 
+// The same number, of which the compiler does not know that: what is computed from it is computed anew.
+__device__ __forceinline__ int apart(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // shared memory, 4 or 16 bytes at an address that is a multiple of as many
 __device__ __forceinline__ void store_16(u32 to, int x, int y, int z, int w) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
