@@ -377,7 +377,7 @@ def test_binary_with_a_bias(key, late, features, bf16):
 @pytest.mark.parametrize("features", [f for n in range(4) for f in itertools.combinations(PARTS[:3], n)], ids="-".join)
 @pytest.mark.parametrize("dim", config.BIAS_GRADIENT)
 def test_binary_of_the_gradient_of_a_bias(dim, features, bf16):
-    macros = bias_gradient.defines(dim, bf16, *[x in features for x in FEATURES[:3]])
+    macros = bias_gradient.defines(dim, bf16, *[x in features for x in PARTS[:3]])
     made = build(sm90.source("bias_gradient"), sm90.ARCHITECTURE, Options.of(macros))
     assert "Potential Performance Loss" not in made.log, made.log
     (usage,) = resource_usage(made.cubin).values()
