@@ -7,6 +7,7 @@ compared first, so that no time is printed for wrong ones.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 
 import torch
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
         say(f"backward {beside} dbias", lambda: launchers.backward(args, dout, None, out, lse, bias_grad=grad, packed=None))  # noqa: B023
         say(
             f"backward {beside} dbias, shared_bias",
-            lambda: of_bias.backward(args, dout, None, out, lse, bias_grad=grad, packed=None),
+            functools.partial(of_bias.backward, args, dout, None, out, lse, bias_grad=grad, packed=None),
         )
     say("dbias, shared_bias", lambda: of_bias.bias_gradient(*rows))
     chosen = bias_gradient.parts_of

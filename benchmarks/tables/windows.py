@@ -4,12 +4,12 @@ Lengths are spread evenly from a fifth of the longest to the longest, some 38,00
 bandwidth of a plain copy; wide windows and head dims are bound by products instead. Peers: FlashAttention-4's varlen function and torch's
 `varlen_attn`, both with the window, FlexAttention with a block mask of sequences and window, compiled for the shape, and torch's function on the padded
 batch with a mask of window and padding. Rows with the note `captured` are replays of a CUDA graph. FlexAttention and torch's padded function have none: their
-captures fail, and leave torch's generator unusable. `chunks` is `ragged` with the kernels of sm_90 for long sequences, for windows of any width.
+captures fail, and leave torch's generator unusable. `chunks` is `ragged` with the kernels of sm_90 for long sequences where it does not take them by
+itself: beyond D = 64.
 """
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from tables.short_ragged import both_ways
 from torch import Tensor
 
 import saccade
+from saccade.engine import prepare
 from saccade.exact.long import config
 from saccade.hardware import has_package
 from saccade.testing.timing import Timing
@@ -86,12 +87,14 @@ def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
 
 @contextlib.contextmanager
 def in_chunks() -> Iterator[None]:
-    """Windows of any width go to the kernels for long sequences."""
-    before, config.TIMED_REACH = config.TIMED_REACH, sys.maxsize
+    """Windows of any head dim go to the kernels for long sequences."""
+    before, config.TIMED_WINDOWS = config.TIMED_WINDOWS, config.MAX_HEAD_DIM
+    prepare.forget()  # C++ would replay the launches of the others
     try:
         yield
     finally:
-        config.TIMED_REACH = before
+        config.TIMED_WINDOWS = before
+        prepare.forget()
 
 
 def _say(shape: Shape, found: dict[str, dict[str, Timing]], roofs: dict[str, float]) -> None:
@@ -153,7 +156,7 @@ def _calls(shape: Shape, lengths: Tensor, offsets: Tensor) -> dict[str, Callable
         "flex": flex,
         "sdpa_padded": padded,
     }
-    if shape.dim <= config.MAX_HEAD_DIM:
+    if config.TIMED_WINDOWS < shape.dim <= config.MAX_HEAD_DIM:
         found["chunks"] = found["ragged"]
     if has_package("flash_attn"):
         found["fa4"] = functools.partial(packed, functools.partial(fa4_windowed, shape))

@@ -456,17 +456,15 @@ def test_what_it_declines(monkeypatch, changes, said):
 def test_windows_are_taken_by_name_alone(monkeypatch):
     windowed = problem_of(monkeypatch, window=(64, 64), q_len=4096, kv_len=4100)
     assert LONG.why_not(windowed) == []
-    assert LONG.by_name_only(windowed) == "its windows are not timed yet"
+    assert LONG.by_name_only(windowed) == "its windows are not timed on dense rows"
     assert LONG.by_name_only(problem_of(monkeypatch)) == ""
     (reason,) = LONG.why_not(problem_of(monkeypatch, window=(64, 64), q_len=2**16 + 1))
     assert "needs Tq and Tk of at most 65536, got 65537 and 197" in reason
 
 
-def test_biases_are_taken_by_name_alone_until_they_are_timed(monkeypatch):
+def test_biases_are_taken(monkeypatch):
     biased = problem_of(monkeypatch, **BIASED)
     assert LONG.why_not(biased) == LONG.why_not(problem_of(monkeypatch, **BIASED, dim=128, grad=False)) == []
-    assert LONG.by_name_only(biased) == "its biases are not timed yet"
-    monkeypatch.setattr(config, "TIMED_BIAS", True)
     assert LONG.by_name_only(biased) == ""
 
 
@@ -492,7 +490,7 @@ CAPTURED = {"host_counts": False, "python_counts": False}
     ],
     ids=str,
 )
-def test_what_auto_takes_of_calls_with_a_bias_once_they_are_timed(monkeypatch, changes, said):
+def test_what_auto_takes_of_calls_with_a_bias(monkeypatch, changes, said):
     problem = problem_of(monkeypatch, **(BIASED | changes))
     assert LONG.why_not(problem) == []
     assert LONG.prefers(problem) == (said == "")

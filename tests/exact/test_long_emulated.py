@@ -384,10 +384,9 @@ def test_packed_windows(window, causal):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_packed_windows_by_the_ragged_family(dim, monkeypatch):
-    """Every sequence in one launch, and zeros behind the last one; token tiles where windows of so many keys are not timed."""
+    """Every sequence in one launch, and zeros behind the last one; token tiles where windows of such a head dim are not timed."""
     taken = []
-    assert config.TIMED_REACH == -1  # else windows of (0, 0) would be taken
-    monkeypatch.setattr(config, "TIMED_REACH", 100)
+    monkeypatch.setattr(config, "TIMED_WINDOWS", 128)
     monkeypatch.setattr(sm90, "takes", lambda args, *others: taken.append(len(others)) is None)
     lengths = [70, 0, 530, 3]
     ends = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
@@ -403,7 +402,8 @@ def test_packed_windows_by_the_ragged_family(dim, monkeypatch):
         if tokens:
             compare(found, reference(*(x[rows].transpose(0, 1) for x in (query, key, value, dout)), seen.expand(4, -1, -1), None))
     assert not any(x[-2:].any() for x in (out, *gradients))
-    ragged.forward(args._replace(window_left=61))
+    monkeypatch.setattr(config, "TIMED_WINDOWS", dim - 1)
+    ragged.forward(args)
     assert taken == [1, 5]
 
 

@@ -12,6 +12,7 @@ import saccade
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.exact import bands
 from saccade.exact.ragged import token_launches
+from saccade.exact.long import choice
 from saccade.exact.ragged.backend import RAGGED
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, FULL_BOTTOM_RIGHT, UPPER_LEFT
@@ -329,12 +330,14 @@ def test_nested_tensors():
         ((1023, None), 2048, True, True),
     ],
 )
-def test_wide_windows_with_backward_go_to_torch_beyond_measured_lengths(window, longest, grad, against):
+def test_wide_windows_with_backward_go_to_torch_beyond_measured_lengths(window, longest, grad, against, monkeypatch):
     tokens = torch.empty(9000, 4, 64, dtype=torch.bfloat16, device="meta")
     ends = torch.empty(9, dtype=torch.int32, device="meta")
     problem = describe_varlen(
         tokens, tokens, tokens, ends, ends, longest, longest, 0.0, 0, None, False, None, False, True, grad, window=window
     )
-    rule = RAGGED.rule(replace(problem, device_type="cuda", arch=90, needs_grad=grad))
+    rule = RAGGED.rule(replace(problem, device_type="cuda", arch=80, needs_grad=grad))
     assert rule.against == against
     assert (f"beyond {512 if window[0] == 1023 else 2048} tokens" in rule.said) == against
+    monkeypatch.setattr(choice, "obstacles", lambda architecture: ())
+    assert not RAGGED.rule(replace(problem, device_type="cuda", arch=90, needs_grad=grad)).against  # CUDA C++

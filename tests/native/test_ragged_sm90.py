@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from recorded_cuda import NUMBERS, bound_of_long, bound_of_tokens
@@ -101,7 +99,7 @@ def test_another_batch_of_the_kind(seen, dim, options, packed, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"is_causal": True}], ids=["plain", "dropout", "causal"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_another_batch_with_a_window(seen, dim, options, window, monkeypatch):
-    monkeypatch.setattr(config, "TIMED_REACH", sys.maxsize)
+    monkeypatch.setattr(config, "TIMED_WINDOWS", 128)
     monkeypatch.setattr(sm90, "takes", lambda args, *others: True)
     options = options | {"window": window}
     run(seen, batch([140, 9], dim, False), **options)

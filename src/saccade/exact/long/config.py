@@ -15,14 +15,13 @@ MAX_TOKENS_IN_WINDOWS = 128 * 128 * 4  # the sources count 128 segments
 TIMED_HEAD_DIM = 64
 TIMED_FROM = {"grouped heads": 33, "masks": 33, "dropout": 1}
 TIMED_TOKENS = {"grouped heads": 256, "masks": 128, "dropout": 512}
-TIMED_REACH = -1  # keys of a window before and behind a query; none is timed yet, not even that of 0 and 0
+TIMED_WINDOWS = 64  # head dims up to which packed sequences with a window of any width take these kernels
 TIMED_FORWARD = 256  # of a call without a gradient; 0.99 of torch's speed at 512 under dropout
-# A bias. None is timed yet, so `auto` takes none; once it is, in this range of D and of tokens. Backward has no memory for its tiles beyond D = 64.
-TIMED_BIAS = False
+# A bias that rows share: the range of D and of tokens in which it was timed. Backward has no memory for its tiles beyond D = 64.
 TIMED_BIAS_HEAD_DIM, TIMED_BIAS_TOKENS = (1, 64), (129, 1024)
 MAX_BIAS_HEAD_DIM = 64
 # D rounded up, of forward with a bias that computes weights before maxima, and looks for these only where weights are large: 265 of 298 instructions of
-# a tile, but some spilled registers (docs/notes/long.md). Not timed. Read at each call.
+# a tile, but some spilled registers: 0.97 of the time at 512 tokens, 1.01 at 256 (docs/notes/long.md). Read at each call.
 LATE_MAXIMA = (32,)
 # The most queries that share a key head there: backward parks dQ of all of them between rounds of keys, for each block; 277 MB of D = 64
 MAX_SHARING = 8192

@@ -9,7 +9,7 @@ import torch
 
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.rule import Rule, square, table, taken
-from saccade.engine.window import ends_of, shown_window
+from saccade.engine.window import shown_window
 from saccade.exact.long.config import rounded
 from saccade.exact.ragged import config
 from saccade.exact.ragged.config import (
@@ -101,8 +101,7 @@ def _describe_window(problem: VarlenProblem) -> str:
     from saccade.exact.long import config as long_config
 
     kind = choice.kind_of_packed(problem)
-    window = choice.window_of(ends_of(problem.window), problem.causal)
-    if window is None or sum(window) > long_config.TIMED_REACH or not choice.takes(kind):
+    if problem.head_dim > long_config.TIMED_WINDOWS or not choice.takes(kind):
         return _describe_tokens(problem)
     return ", ".join(
         [f"{d}: {choice.chunks(d, kind)}" for d in (("forward", "backward") if problem.needs_grad else ("forward",))]
@@ -152,15 +151,20 @@ def _rule(problem: VarlenProblem) -> Rule:
     return taken(source, "measured faster than torch's packed attention")
 
 
-# keys of a wide window, and the longest sequence up to which ours was no slower with backward: torch's took 0.92 of the time at 8,192 tokens
+# of token tiles, where CUDA C++ does not take a call: keys of a wide window, and the longest sequence up to which they were no slower with backward;
+# torch's kernels took 0.92 of their time at 8,192 tokens
 _WIDE_WINDOW, _LONGEST_WIDE = 512, 2048
 
 
 def _window_rule(problem: VarlenProblem) -> Rule:
-    """Follows benchmarks/results/h100/windows.csv: +-64 and +-256 keys, longest 256 to 8,192; 1,023 earlier keys, longest 256."""
+    """Follows benchmarks/results/h100/windows.csv: +-64 and +-256 keys and 1,023 earlier ones, longest 256 to 8,192."""
+    from saccade.exact.long import choice
+
     if problem.head_dim > 64 or problem.dtype.itemsize > 2:
         return Rule("with a window these kernels were measured in 16 bits up to D = 64 alone")
     source, (left, right) = table("windows"), problem.window or (None, None)
+    if choice.takes(choice.kind_of_packed(problem)):
+        return taken(source, "measured faster than torch's packed attention in CUDA graphs, forward and with backward")
     keys = math.inf if left is None or right is None else left + right
     longest = _LONGEST_WIDE if keys <= _WIDE_WINDOW else _WIDE_WINDOW
     if problem.needs_grad and keys >= _WIDE_WINDOW and max(problem.max_q, problem.max_k) > longest:

@@ -1,6 +1,6 @@
 """Packed sequences with a window on the kernels of sm_90 for long sequences: parts of all sequences in one launch for each direction.
 
-Up to `exact.long.config.TIMED_REACH` keys of a window, of which none is timed yet: token tiles compute what these kernels do not.
+They take head dims up to `exact.long.config.TIMED_WINDOWS`. Token tiles compute what these kernels do not.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from saccade.exact.ragged.call import Bucket, RaggedCall
 from saccade.exact.ragged.launches import Gradients
 from saccade.exact.ragged.plan import every_sequence
 from saccade.exact.ragged.window_parts import MOST_SEQUENCES, Offsets, in_order, longest_first
+from saccade.launch.delta import delta_of
 from saccade.launch.disabled import FAILURES, disable, failure_of
 from saccade.launch.triton import pow2
 from saccade.native.recording import is_recorded, refuse, scratch
 
 
 def _takes(direction: str, call: RaggedCall, *others: Tensor) -> bool:
-    window = sm90.window_of(call.args)
-    if window is None or call.dense or sum(window) > config.TIMED_REACH or call.sequences >= MOST_SEQUENCES:
+    if (
+        sm90.window_of(call.args) is None
+        or call.dense
+        or call.head_dim > config.TIMED_WINDOWS
+        or call.sequences >= MOST_SEQUENCES
+    ):
         return False
     return failure_of(named(direction, kind_of(call.args))) is None and sm90.takes(call.args, *others)
 
@@ -47,6 +52,18 @@ def _offsets(call: RaggedCall, side: int) -> Offsets:
     return Offsets(ends, tokens, 0 if side == 0 or _same(call) else 1)
 
 
+def _delta(call: RaggedCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+    """Row sums `[H, T]`, or memory for those that the kernel finds itself."""
+    every = None if sm90.owns_delta(call.head_dim) else every_sequence(call.args.cu_seqlens_q, call.sequences)
+    if sm90.owns_delta(call.head_dim) or every is not None:
+        delta = scratch(lse.shape, lse.dtype, lse.device, call.total_q)
+        if every is not None:
+            launches.row_sums(call, Bucket(0, *every), dout, dlse, out, lse, delta).run(call)
+        return delta
+    refuse()  # numbers of sequences that a captured graph does not find
+    return delta_of(dout.transpose(0, 1)[None], out.transpose(0, 1)[None], dlse)[0]
+
+
 def forward(call: RaggedCall, out: Tensor, lse: Tensor) -> bool:
     """Whether these kernels wrote out and lse."""
     if not _takes("forward", call, out):
@@ -65,15 +82,9 @@ def backward(call: RaggedCall, dout: Tensor, dlse: Tensor | None, out: Tensor, l
     """Whether these kernels wrote the gradients."""
     if not _takes("backward", call, dout, out, *gradients):
         return False
-    args = call.args
-    every = None if sm90.owns_delta(call.head_dim) else every_sequence(args.cu_seqlens_q, call.sequences)
-    if every is None and not sm90.owns_delta(call.head_dim):
-        return False
-    longest = _any_size(call)
-    delta = scratch(lse.shape, lse.dtype, lse.device, call.total_q)
+    args, longest = call.args, _any_size(call)
     try:
-        if every is not None:
-            launches.row_sums(call, Bucket(0, *every), dout, dlse, out, lse, delta).run(call)
+        delta = _delta(call, dout, dlse, out, lse)
         segments = longest_first(_offsets(call, 1), sm90.segment_rows(args))
         sm90.backward(args, *segments, dout, dlse, out, lse, delta, gradients, longest=longest)
     except FAILURES as error:
