@@ -11,8 +11,8 @@ import torch
 import saccade
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.exact import bands
-from saccade.exact.ragged import token_launches
 from saccade.exact.long import choice
+from saccade.exact.ragged import token_launches
 from saccade.exact.ragged.backend import RAGGED
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, FULL_BOTTOM_RIGHT, UPPER_LEFT
