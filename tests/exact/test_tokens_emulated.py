@@ -19,6 +19,7 @@ from saccade.exact.varlen.args import BOTTOM_RIGHT, UPPER_LEFT
 from saccade.exact.varlen.problem import describe_varlen
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import CudaLaunch
+from saccade.nvrtc import Options
 from saccade.testing.judge import report
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/exact/test_tokens_on_gpu.py runs them there")
@@ -104,6 +105,23 @@ def test_dropout(kv_heads, causal, lengths, dim, ran):
     """The draw of Triton's kernels, whose bits these read."""
     case = VarlenCase("dropout", lengths, kv_heads=kv_heads, head_dim=dim, causal=causal, dropout_p=0.3, lse_grad=True, tail=2)
     check(case, torch.bfloat16, ran)
+
+
+@pytest.mark.parametrize("step", [32, 64])
+@pytest.mark.parametrize("lengths", [SHORT, BESIDE_A_LONG_ONE, (33, 47, 48, 49)], ids=["short", "long", "edges"])
+def test_other_steps_of_forward(lengths, step, ran, monkeypatch):
+    chosen = {key: shape._replace(step=step) for key, shape in config.TOKENS_SM90_CONFIGS.items()}
+    monkeypatch.setattr(config, "TOKENS_SM90_CONFIGS", chosen)
+    check(VarlenCase("steps", lengths, head_dim=64), torch.bfloat16, ran)
+
+
+@pytest.mark.parametrize("causal", [0, UPPER_LEFT], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", [SHORT, BESIDE_A_LONG_ONE], ids=["short", "long"])
+def test_copies_that_are_early(lengths, causal, ran, monkeypatch):
+    """The emulator copies when it is asked to, and not when it is waited for: into tiles that another warp may read yet."""
+    of = Options.of
+    monkeypatch.setattr(tokens_sm90.Options, "of", lambda macros: of({**macros, "EARLY_COPIES": 1}))
+    check(VarlenCase("early", lengths, heads=4, kv_heads=2, head_dim=32, causal=causal, tail=3), torch.bfloat16, ran)
 
 
 def test_strided_heads(ran):

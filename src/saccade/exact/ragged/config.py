@@ -171,7 +171,7 @@ class TokensSm90Config(NamedTuple):
     """blocks: of a multiprocessor, which bound registers. step: keys of a warp of forward at a time."""
 
     blocks: int
-    step: int = 64
+    step: int = 48
 
 
 # (direction, D rounded up)
