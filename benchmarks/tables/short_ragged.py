@@ -29,6 +29,7 @@ from saccade.testing.timing import Timing, measure
 
 HEADS = 12
 TOKENS = "tokens_sm90"  # token tiles in CUDA C++ at every size; eager beyond MOST_EAGER numbers it is `ragged`
+_MOST_TOKENS = 2**28  # numbers of a batch up to which token tiles in CUDA C++ are tried
 _MOST_PADDED = 2**33  # numbers of a padded tensor, beyond which it is not tried
 
 
@@ -133,13 +134,15 @@ def _packed(shape: Shape, tokens: int) -> tuple[list[Tensor], Tensor]:
 
 @contextlib.contextmanager
 def token_tiles_by_cuda(taken: bool) -> Iterator[None]:
-    """Token tiles in CUDA C++ in place of Triton's, wherever they take a call, which `auto` does not choose yet."""
-    before, config.TOKENS_SM90 = config.TOKENS_SM90, taken
+    """Token tiles in CUDA C++ wherever they can take a call, if `taken`."""
+    before = config.TOKENS_SM90, config.MOST_TOKENS_SM90
+    if taken:
+        config.TOKENS_SM90, config.MOST_TOKENS_SM90 = dict.fromkeys(config.TOKENS_SM90, config.TOKENS_MAX_DIM), _MOST_TOKENS
     prepare.forget()  # C++ would replay the launches of the others
     try:
         yield
     finally:
-        config.TOKENS_SM90 = before
+        config.TOKENS_SM90, config.MOST_TOKENS_SM90 = before
         prepare.forget()
 
 
@@ -160,7 +163,7 @@ def _kernels(writer: Writer, name: str, shape: Shape, offsets: Tensor, roofs: di
 def _by_cuda(shape: Shape) -> bool:
     """Whether token tiles in CUDA C++ take a row in a graph."""
     numbers = int(shape.lengths().sum()) * shape.heads * shape.dim
-    fits = shape.dim <= config.TOKENS_MAX_DIM and shape.longest <= config.TILES[-1] and numbers <= config.MOST_TOKENS_SM90
+    fits = shape.dim <= config.TOKENS_MAX_DIM and shape.longest <= config.LONGEST_TOKENS_SM90 and numbers <= _MOST_TOKENS
     return fits and arch_of(torch.device("cuda", torch.cuda.current_device())) == 90
 
 

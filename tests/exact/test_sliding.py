@@ -222,7 +222,7 @@ def test_packed_projections_by_token_tiles():
 def test_a_window_of_any_length_is_token_tiles(monkeypatch):
     monkeypatch.setattr(token_launches, "MOST_NUMBERS", 1)
     call = type("Call", (), {"args": type("Args", (), {"window_left": 3, "window_right": -1})()})()
-    assert token_launches.takes(call)
+    assert token_launches.takes(call, "forward")
 
 
 # --- calls

@@ -39,7 +39,8 @@ def ran(monkeypatch):
         return lambda *pointers, **options: (seen.append(described.kernel), launch(*pointers, **options))
 
     monkeypatch.setattr(CudaLaunch, "ready", ready)
-    monkeypatch.setattr(config, "TOKENS_SM90", True)
+    monkeypatch.setattr(config, "TOKENS_SM90", {"forward": 64, "backward": 64})
+    monkeypatch.setattr(config, "LONGEST_TOKENS_SM90", 2**16)
     monkeypatch.setattr(
         backend, "triton_reasons", lambda *_: []
     )  # the interpreter would compute bfloat16, which it has not to here
@@ -215,7 +216,7 @@ def test_what_they_leave_to_triton(change, ran, monkeypatch):
     if "odd" in change:
         made[0] = torch.empty(made[0].numel() + 1, dtype=dtype)[1:].view(made[0].shape).copy_(made[0])
     if "off" in change:
-        monkeypatch.setattr(config, "TOKENS_SM90", False)
+        monkeypatch.setattr(config, "TOKENS_SM90", {"forward": 0, "backward": 0})
     ends = torch.tensor([0, 5, 14, 44], dtype=torch.int32)
     options = {name: change[name] for name in ("window", "scale") if name in change}
     saccade.attention_varlen(*made, ends, ends, 30, 30, backend="ragged", **options)
@@ -230,5 +231,5 @@ def test_explained(dim, told, ran, monkeypatch):
     monkeypatch.setattr(backend, "obstacles", lambda architecture: ())
     tokens = backend.RAGGED.form(problem).partition("beyond,")[0]
     assert ("fwd: CUDA C++" in tokens, "bwd: CUDA C++" in tokens) == (told, told)
-    monkeypatch.setattr(config, "TOKENS_SM90", False)
+    monkeypatch.setattr(config, "TOKENS_SM90", {"forward": 0, "backward": 0})
     assert "CUDA C++" not in backend.RAGGED.form(problem).partition("beyond,")[0]

@@ -23,7 +23,8 @@ def form(request, monkeypatch):
     """The token tiles that run where both take a call. A replay that another test recorded would run in place of the form that this one asks for."""
     if request.param == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("token tiles in CUDA C++ are for sm_90")
-    monkeypatch.setattr(config, "TOKENS_SM90", request.param == "cuda")
+    monkeypatch.setattr(config, "TOKENS_SM90", dict.fromkeys(config.TOKENS_SM90, 64 if request.param == "cuda" else 0))
+    monkeypatch.setattr(config, "LONGEST_TOKENS_SM90", 2**16)
     prepare.forget()
     yield request.param
     prepare.forget()

@@ -111,10 +111,15 @@ def _describe_window(problem: VarlenProblem) -> str:
 def _describe_tokens(problem: VarlenProblem) -> str:
     block, size = _block(problem.head_dim), problem.dtype.itemsize
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
-    if config.in_tokens_sm90(problem.arch, size, problem.head_dim, problem.window is not None) and not obstacles("90a"):
-        shapes = {d: config.TOKENS_SM90_CONFIGS[_DIRECTIONS[d], rounded(problem.head_dim)] for d in directions}
-        return ", ".join([f"{d}: CUDA C++ {shape}" for d, shape in shapes.items()])
-    return ", ".join([f"{d}: {token_config(d, size, problem.arch, block)}" for d in directions])
+    longest, found = max(problem.max_q, problem.max_k), []
+    for d in directions:
+        name = _DIRECTIONS[d]
+        numbers = (problem.arch, size, problem.head_dim, longest, problem.window is not None)
+        if config.in_tokens_sm90(name, *numbers) and not obstacles("90a"):
+            found.append(f"{d}: CUDA C++ {config.TOKENS_SM90_CONFIGS[name, rounded(problem.head_dim)]}")
+        else:
+            found.append(f"{d}: {token_config(d, size, problem.arch, block)}")
+    return ", ".join(found)
 
 
 def _load() -> Launchers:

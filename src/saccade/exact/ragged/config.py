@@ -156,15 +156,16 @@ def _wide(direction: str, element_size: int, arch: int, block_d: int) -> TokenCo
     return TokenConfig(32, 32, 4) if block_d <= 128 else TokenConfig(16, 16, 4)
 
 
-# Whether token tiles in CUDA C++ (tokens_sm90.py) take calls on sm_90 in place of Triton's, and numbers (as of MOST_EAGER) of short sequences up to which
-# they do in CUDA graphs. No GPU has run them yet. Read at each call.
-TOKENS_SM90 = False
-MOST_TOKENS_SM90 = 2**28
+# Head dims up to which token tiles in CUDA C++ (tokens_sm90.py) take a direction on sm_90 in place of Triton's, and numbers (as of MOST_EAGER) up to which
+# they do in CUDA graphs. Backward at D = 64 spills, and took 1.1 to 1.6 times as long as Triton's on an H100 (docs/notes/ragged.md). Read at each call.
+TOKENS_SM90 = {"forward": 64, "backward": 32}
+MOST_TOKENS_SM90, LONGEST_TOKENS_SM90 = 2**24, 128
 
 
-def in_tokens_sm90(arch: int, element_size: int, head_dim: int, window: bool) -> bool:
-    """Whether these are the token tiles of a call that token tiles compute, if 16-byte copies can address its tensors."""
-    return TOKENS_SM90 and arch == 90 and element_size == 2 and head_dim <= TOKENS_MAX_DIM and head_dim % 8 == 0 and not window
+def in_tokens_sm90(direction: str, arch: int, element_size: int, head_dim: int, longest: int, window: bool) -> bool:
+    """Whether these are the token tiles of a call that token tiles compute, if 16-byte copies can address its tensors. They were timed on short sequences."""
+    fits = arch == 90 and element_size == 2 and head_dim <= TOKENS_SM90[direction] and head_dim % 8 == 0
+    return fits and longest <= LONGEST_TOKENS_SM90 and not window
 
 
 class TokensSm90Config(NamedTuple):

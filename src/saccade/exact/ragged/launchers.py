@@ -37,7 +37,7 @@ def forward(args: VarlenArgs, configs: Configs = MEASURED, out: Tensor | None = 
         return out.zero_(), lse.fill_(float("-inf"))
     if window_chunks.forward(call, out, lse):
         return out, lse
-    if token_launches.takes(call):
+    if token_launches.takes(call, "forward"):
         token_launches.forward(call, out, lse)
         return out, lse
     buckets = call.buckets()
@@ -99,7 +99,7 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     if out is not None and window_chunks.backward(call, dout, dlse, _dense_last(out), lse, (dq, dk, dv)):
         return dq, dk, dv, None
-    if out is not None and token_launches.takes(call):
+    if out is not None and token_launches.takes(call, "backward"):
         token_launches.backward(call, dout, dlse, _dense_last(out), lse, (dq, dk, dv))
         return dq, dk, dv, None
     delta = None

@@ -33,8 +33,8 @@ _DRAWN = 32  # rows of a program of `survivors_kernel`
 _MAX_KNOWN = 16
 
 
-def takes(call: RaggedCall) -> bool:
-    """Whether token tiles compute a call: packed self-attention without a bias. Outside of CUDA graphs and without a window it is as `RaggedCall.eager_tokens`
+def takes(call: RaggedCall, direction: str) -> bool:
+    """Whether token tiles compute a direction of a call: packed self-attention without a bias. Outside of CUDA graphs and without a window it is as `RaggedCall.eager_tokens`
     says."""
     args = call.args
     if has_window(args):
@@ -44,10 +44,8 @@ def takes(call: RaggedCall) -> bool:
     numbers = call.total_q * call.heads * call.block_d
     if not capture_id(args.query.device):
         return call.eager_tokens and numbers <= MOST_EAGER
-    short = max(args.max_q, args.max_k) <= TILES[-1]
-    most = (
-        config.MOST_TOKENS_SM90 if short and config.in_tokens_sm90(call.arch, call.size, call.head_dim, False) else MOST_NUMBERS
-    )
+    by_cuda = config.in_tokens_sm90(direction, call.arch, call.size, call.head_dim, max(args.max_q, args.max_k), False)
+    most = config.MOST_TOKENS_SM90 if by_cuda else MOST_NUMBERS
     return call.total_q == call.total_k and numbers <= most
 
 

@@ -63,7 +63,8 @@ def takes(call: RaggedCall, direction: str, *others: Tensor) -> bool:
     """Whether these kernels compute a direction of a call that token tiles take. others: out, or dout, out and the gradients."""
     args = call.args
     window = (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT)
-    if not config.in_tokens_sm90(call.arch, call.size, call.head_dim, window) or not args.scale > 0:
+    longest = max(args.max_q, args.max_k)
+    if not config.in_tokens_sm90(direction, call.arch, call.size, call.head_dim, longest, window) or not args.scale > 0:
         return False
     if obstacles(ARCHITECTURE) or failure_of(_named(call, direction)) is not None:
         return False
