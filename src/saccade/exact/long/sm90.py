@@ -82,8 +82,10 @@ def defines(
     """The macros that a kernel is compiled with. segment: rounds of one, of backward with a window. late: see `late_maxima`."""
     found = {
         "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "GROUPED": grouped, "MASK": mask, "DROPOUT": dropout,
-        "WINDOW": window, "STAGES": config.stages, "SHARED_BYTES": shared_bytes(direction, head_dim, config, bias),
+        "STAGES": config.stages, "SHARED_BYTES": shared_bytes(direction, head_dim, config, bias),
     }  # fmt: skip
+    if window:
+        found |= {"WINDOW": 1, "SEGMENT": segment} if direction == "backward" else {"WINDOW": 1}
     if bias:
         found |= {"BIAS": 1}
         if direction == "forward":
@@ -92,7 +94,7 @@ def defines(
         registers = dict(zip(("COMPUTE_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
         return found | registers | {"TEAMS": config.teams, "QUERY_SLOTS": QUERY_SLOTS}
     registers = dict(zip(("KEY_REGISTERS", "QUERY_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
-    return found | registers | {"OWN_DELTA": owns_delta(head_dim, bias), "SEGMENT": max(1, segment)}
+    return found | registers | {"OWN_DELTA": owns_delta(head_dim, bias)}
 
 
 def takes(args: VarlenArgs, *others: Tensor) -> bool:

@@ -34,6 +34,10 @@
 // QUERY_REGISTERS, LOAD_REGISTERS and SHARED_BYTES.
 #include "chunks_sm90.cuh"
 #include "ring.cuh"
+
+#ifndef SEGMENT
+#define SEGMENT 1
+#endif
 #if BIAS
 #include "rows_of_bias.cuh"
 #endif

@@ -19,6 +19,9 @@
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
 
+#ifndef WINDOW
+#define WINDOW 0
+#endif
 #ifndef BIAS
 #define BIAS 0
 #endif
