@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
         say(f"backward {beside} dbias", lambda: launchers.backward(args, dout, None, out, lse, bias_grad=grad, packed=None))  # noqa: B023
         say(
             f"backward {beside} dbias, shared_bias",
-            lambda: of_bias.backward(args, dout, None, out, lse, bias_grad=grad, packed=None),
+            lambda: of_bias.backward(args, dout, None, out, lse, bias_grad=grad, packed=None),  # noqa: B023
         )
     say("dbias, shared_bias", lambda: of_bias.bias_gradient(*rows))
     chosen = bias_gradient.parts_of

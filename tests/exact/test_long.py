@@ -367,9 +367,10 @@ def test_binary_with_a_bias(key, late, features, bf16):
     made = build(sm90.source(direction), sm90.ARCHITECTURE, Options.of(macros))
     assert "Potential Performance Loss" not in made.log, made.log
     (usage,) = resource_usage(made.cubin).values()
-    assert usage.stack <= (88 if late else 32), usage
+    # beside a mask of keys the warps that load, which have 24 to 32 registers, spill some
+    assert usage.stack <= (96 if late else 40), usage
     assert usage.registers * sm90.threads(direction, chosen) <= 65536
-    assert sm90.shared_bytes(direction, dim, chosen, True) <= SHARED_LIMIT[90]
+    assert sm90.shared_bytes(direction, dim, chosen, True, "mask" in features) <= SHARED_LIMIT[90]
 
 
 @pytest.mark.sampled(4)
@@ -384,7 +385,7 @@ def test_binary_of_the_gradient_of_a_bias(dim, features, bf16):
     assert usage.stack <= (144 if "dropout" in features else 0), usage
     compute, loads = config.BIAS_GRADIENT[dim].registers
     assert 2 * compute + loads <= usage.registers * 384 // 128
-    assert bias_gradient.shared_bytes(dim) <= SHARED_LIMIT[90]
+    assert bias_gradient.shared_bytes(dim, "mask" in features) <= SHARED_LIMIT[90]
 
 
 @pytest.mark.parametrize(
