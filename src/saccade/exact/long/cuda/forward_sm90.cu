@@ -472,6 +472,7 @@ struct Loads {
 
     __device__ __forceinline__ void ask_keys(const Item& it, int first) {
         const int stage = stage_of(chunk), head = group.key_head(it.head);
+        if (KEY_MASK) __syncwarp();  // others that wait for a place would hold up the lane that asks
         const int mine = first + 2 * (int(threadIdx.x) % 32);
         const unsigned char even = mask.at(it.batch, mine, it.k_len), odd = mask.at(it.batch, mine + 1, it.k_len);
         if (chunk >= STAGES) barrier_wait(shared.barrier(READ + stage), (chunk / STAGES - 1) & 1);
