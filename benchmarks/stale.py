@@ -30,7 +30,7 @@ _PACKED = ("exact/ragged/*", _LONG)  # packed sequences beyond a tile run on the
 _NM = ("nm_sparse/fused/*", "nm_sparse/cuda/*", "nm_sparse/masked/*", "nm_sparse/backward_sm90/*", "nm_sparse/staged/*")
 _DMA = ("dynamic_mask/gather/*", "dynamic_mask/selection/*")
 SHAPES = (
-    "bias_gradient.py", "call.py", "choice.py", "config.py", "launch.py", "launchers.py", "launches.py", "mask_bits.py", "plans_triton.py", "sm80.py",
+    "bias_gradient.py", "call.py", "choice.py", "config.py", "key_mask.py", "launch.py", "launchers.py", "launches.py", "mask_bits.py", "plans_triton.py", "sm80.py",
     "sm90.py", "token_launches.py", "tokens_sm90.py",
 )  # fmt: skip
 _WHOLE = ("exact/cpu.py", "encoders/*", "distributed/*")  # no kernels: every file counts

@@ -41,7 +41,10 @@ def bound_of_long(found):
     """In the place of `sm90._launch`."""
 
     def bound(direction, args, grid, written, numbers, config):
-        dropout, packed = "_dropout" * (args.seed is not None), "_packed" * (args.query.dim() == 3)
+        dropout, packed = (
+            "_dropout" * (args.seed is not None),
+            "_packed" * (args.query.dim() == 3) + "_bias" * (args.bias is not None),
+        )
         shared = sm90.shared_bytes(direction, 64, config)
         return Stub(found, f"{direction}{dropout}{packed}", (grid, 1), sm90.threads(direction, config), shared)
 
@@ -89,6 +92,8 @@ def _parameters():
             yield f"{tokens}{dropout}", parameters_of(tokens_sm90.source(direction), tokens, options)
             for packed in ("", "_packed"):
                 yield f"{direction}{dropout}{packed}", parameters_of(sm90.source(direction), f"long_{direction}_sm90", options)
+            biased = Options.of({"DROPOUT": bool(dropout), "BIAS": True})
+            yield f"{direction}{dropout}_bias", parameters_of(sm90.source(direction), f"long_{direction}_sm90", biased)
 
 
 # of the kernels by the number that stands for their name: how many maps and pointers they take

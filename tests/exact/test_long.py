@@ -249,10 +249,10 @@ def test_features_give_the_same_bits_every_time(dim, feature):
         assert all(torch.equal(x, again[name]) for name, x in first.items())
 
 
-def triangle(rows=132, tokens=197, dim=32, heads=2, far=None):
+def triangle(rows=132, tokens=197, dim=32, heads=2, far=None, dtype=torch.bfloat16):
     """q, k, v and a bias that the rows share, with gradients."""
-    leaves = [torch.randn(rows, tokens, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
-    bias = torch.randn(1, heads, tokens, tokens, device="cuda", dtype=torch.bfloat16)
+    leaves = [torch.randn(rows, tokens, heads, dim, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(3)]
+    bias = torch.randn(1, heads, tokens, tokens, device="cuda", dtype=dtype)
     if far is not None:
         bias[:, :, 2], bias[:, :, 4, 1:], bias[:, :, 8, ::3] = far, far, far
     return [x.requires_grad_() for x in (*leaves, bias)]
@@ -278,6 +278,25 @@ def test_biases_beside_masks_of_keys(masked, dim, far):
         torch.testing.assert_close(
             x.float(), want, rtol=2e-2, atol=2e-2 * max(1.0, want.abs().amax().item()), msg=lambda s, n=name: f"{n}: {s}"
         )
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("tokens", [130, 577])
+def test_masks_of_keys_of_many_rows_with_a_bias(tokens, dim, dtype):
+    """More rows than multiprocessors, more chunks than places for their selectors, a row that sees no key, and masks of other strides."""
+    leaves = triangle(140, tokens, dim, dtype=dtype)
+    seen = torch.rand(140, tokens, device="cuda") < 0.5
+    seen[3], seen[4, 1:], seen[5] = False, False, True
+    wanted = differentiated(leaves, "reference", torch.float32, key_mask=seen)
+    for mask in (seen, seen.T.contiguous().T):
+        found = differentiated(leaves, "long", key_mask=mask)
+        assert not found[0][3].any()
+        for name, x, want in zip(("out", "dq", "dk", "dv", "dbias"), found, wanted, strict=True):
+            torch.testing.assert_close(
+                x.float(), want, rtol=2e-2, atol=2e-2 * max(1.0, want.abs().amax().item()), msg=lambda s, n=name: f"{n}: {s}"
+            )
 
 
 @pytest.mark.sm90
@@ -367,9 +386,10 @@ def test_binary_with_a_bias(key, late, features, bf16):
     made = build(sm90.source(direction), sm90.ARCHITECTURE, Options.of(macros))
     assert "Potential Performance Loss" not in made.log, made.log
     (usage,) = resource_usage(made.cubin).values()
-    assert usage.stack <= (88 if late else 32), usage
+    # beside a mask of keys the warps that load, which have 24 to 32 registers, spill some
+    assert usage.stack <= (104 if late else 40), usage
     assert usage.registers * sm90.threads(direction, chosen) <= 65536
-    assert sm90.shared_bytes(direction, dim, chosen, True) <= SHARED_LIMIT[90]
+    assert sm90.shared_bytes(direction, dim, chosen, True, "mask" in features) <= SHARED_LIMIT[90]
 
 
 @pytest.mark.sampled(4)
@@ -384,7 +404,7 @@ def test_binary_of_the_gradient_of_a_bias(dim, features, bf16):
     assert usage.stack <= (144 if "dropout" in features else 0), usage
     compute, loads = config.BIAS_GRADIENT[dim].registers
     assert 2 * compute + loads <= usage.registers * 384 // 128
-    assert bias_gradient.shared_bytes(dim) <= SHARED_LIMIT[90]
+    assert bias_gradient.shared_bytes(dim, "mask" in features) <= SHARED_LIMIT[90]
 
 
 @pytest.mark.parametrize(

@@ -501,15 +501,52 @@ def test_biases_beside_lengths(dim):
     dense(2, 70, 300, dim, torch.float16, lengths=lengths, dlse=True, bias=torch.randn(1, 2, 70, 300))
 
 
-@pytest.mark.parametrize("dim", [32, 64])
-def test_biases_beside_masks_of_keys(dim):
-    mask = torch.rand(3, 1, 1, 197) < 0.7
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("tokens", [(133, 197), (70, 448), (129, 33), (16, 130)], ids=str)
+def test_biases_beside_masks_of_keys(tokens, dim, dtype):
+    """448 keys are more chunks than there are places for their selectors. A row that sees no key is between two that do."""
+    mask = torch.rand(3, 1, 1, tokens[1]) < 0.7
     mask[1] = False
-    dense(2, 133, 197, dim, dlse=True, mask=mask, bias=torch.randn(1, 2, 133, 197))
+    dense(2, *tokens, dim, dtype, dlse=True, mask=mask, bias=torch.randn(1, 2, *tokens))
+
+
+KEY_MASKS = {
+    "all": lambda k: torch.ones(3, 1, 1, k, dtype=torch.bool),
+    "nothing": lambda k: torch.zeros(3, 1, 1, k, dtype=torch.bool),
+    "one-key": lambda k: (torch.arange(k) == torch.tensor([0, k // 2, k - 1])[:, None])[:, None, None],
+    "even-keys": lambda k: (torch.arange(k) % 2 == 0).expand(3, 1, 1, k),
+    "odd-keys": lambda k: (torch.arange(k) % 2 == 1).expand(3, 1, 1, k),
+    "no-first-chunk": lambda k: (torch.arange(k) >= torch.tensor([64, 70, 128])[:, None])[:, None, None],
+    "no-chunk-between": lambda k: ((torch.arange(k) < 60) | (torch.arange(k) >= 135)).expand(3, 1, 1, k),
+    "by-row-in-memory": lambda k: (torch.rand(k, 3) < 0.5).mT[:, None, None],
+    "at-odd-strides": lambda k: (torch.rand(3, 1, 1, 2 * k + 1) < 0.5)[..., 1::2],
+    "one-for-all-rows": lambda k: torch.rand(k) < 0.5,
+    "one-for-all-keys": lambda k: torch.tensor([True, False, True])[:, None, None, None],
+}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("kind", KEY_MASKS)
+def test_masks_of_keys_of_any_strides(kind, dim, dtype):
+    dense(2, 70, 197, dim, dtype, batch=3, mask=KEY_MASKS[kind](197), bias=torch.randn(1, 2, 70, 197))
+
+
+def test_a_mask_of_keys_is_read_beside_a_bias_and_packed_without_one(monkeypatch):
+    packed_masks, mask = [], torch.rand(3, 1, 1, 133) < 0.5
+    pack = sm90.pack
+    monkeypatch.setattr(sm90, "pack", lambda *given: packed_masks.append(given) or pack(*given))
+    dense(2, 70, 133, 32, mask=mask, bias=torch.randn(1, 2, 70, 133))
+    assert not packed_masks
+    dense(2, 70, 133, 32, mask=mask)
+    assert len(packed_masks) == 4  # forward and backward, twice
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_biases_beside_grouped_heads_dropout_lengths_and_masks(dim):
     mask = torch.rand(4, 1, 1, 200) < 0.7
     given = {"kv_heads": 2, "dropout_p": 0.3, "lengths": [200, 0, 129, 65], "mask": mask}

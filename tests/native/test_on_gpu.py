@@ -149,6 +149,15 @@ def test_rows_beyond_128_tokens(length, dim, causal, calls):
     again(lambda: saccade.attention_qkvpacked(qkv, is_causal=causal, backend="long"), [qkv])
 
 
+@pytest.mark.sm90
+@pytest.mark.parametrize(("length", "dim"), [(200, 64), (136, 32), (256, 32)])
+def test_forward_of_rows_that_share_a_bias(length, dim, calls):
+    """C++ makes forward, and Python backward."""
+    leaves = tensors(length, dim)
+    bias = torch.randn(1, leaves[0].shape[1], length, length, device="cuda", dtype=leaves[0].dtype, requires_grad=True)
+    again(lambda: saccade.attention(*leaves, bias, backend="long"), [*leaves, bias])
+
+
 @pytest.mark.parametrize(
     ("backend", "length"), [("short", 50), ("short", 128), pytest.param("long", 197, marks=pytest.mark.sm90)]
 )

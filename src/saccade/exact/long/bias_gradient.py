@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.exact.long import choice, sm90
+from saccade.exact.long import choice, key_mask, sm90
 from saccade.exact.long.config import BIAS_GRADIENT, rounded
-from saccade.exact.long.mask_bits import pack, strides_of
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import multiprocessors
 from saccade.launch.cache import LaunchCache
@@ -23,10 +22,10 @@ _MOST_PARTS, _COST_OF_PART = 16, 6
 _LAUNCHES = LaunchCache()
 
 
-def shared_bytes(head_dim: int) -> int:
-    """Dynamic shared memory of a block; the source checks it."""
+def shared_bytes(head_dim: int, mask: bool = False) -> int:
+    """Dynamic shared memory of a block; the source checks it. mask: one of keys."""
     stages = BIAS_GRADIENT[rounded(head_dim)].stages
-    return stages * (4 * _SIDE * 2 * rounded(head_dim) + 16 + 16 * _SIDE) + 8 * 3 * stages
+    return stages * (4 * _SIDE * 2 * rounded(head_dim) + 16 + 16 * _SIDE + mask * 2 * key_mask.SELECTOR_BYTES) + 8 * 3 * stages
 
 
 def defines(head_dim: int, bf16: bool, grouped: bool = False, mask: bool = False, dropout: bool = False) -> dict[str, int]:
@@ -34,8 +33,8 @@ def defines(head_dim: int, bf16: bool, grouped: bool = False, mask: bool = False
     config = BIAS_GRADIENT[rounded(head_dim)]
     registers = dict(zip(("COMPUTE_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
     return registers | {
-        "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": 0, "CAUSAL": 0, "GROUPED": grouped, "MASK": mask, "DROPOUT": dropout, "WINDOW": 0,
-        "BIAS": 1, "STAGES": config.stages, "SHARED_BYTES": shared_bytes(head_dim),
+        "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": 0, "CAUSAL": 0, "GROUPED": grouped, "MASK": 0, "DROPOUT": dropout, "WINDOW": 0,
+        "BIAS": 1, "KEY_MASK": mask, "STAGES": config.stages, "SHARED_BYTES": shared_bytes(head_dim, mask),
     }  # fmt: skip
 
 
@@ -68,34 +67,33 @@ def gradient(args: VarlenArgs, dout: Tensor, numbers: Tensor) -> Tensor:
     tiles = bias.shape[0] * bias.shape[1] * -(-args.max_q // _SIDE) * -(-args.max_k // _SIDE)
     each, parts = parts_of(tiles, members, multiprocessors(device))
     sums = torch.empty(parts, *bias.shape, dtype=torch.float32, device=device)
-    lies = () if args.mask is None else strides_of(args.mask, False)
+    lies = {} if args.mask is None else key_mask.strides_of(args.mask)
     key = (
         bias.shape,
         args.query.shape,
         args.key.shape,
         args.query.dtype,
         device,
-        lies,
+        tuple(lies.values()),
         args.scale,
         args.dropout_p,
         args.seed is None,
         each,
     )
     launch = _LAUNCHES.get(key) or _LAUNCHES.remember(key, _call(args, bias, lies, tiles * parts, each).ready(device))
-    bits = () if args.mask is None else (pack(args.mask, by_key=False),)
-    tensors = (*numbers, sums, *bits, *(() if args.seed is None else (args.seed,)))
+    tensors = (*numbers, sums, *sm90.shown_by(args.mask, True, by_key=False), *(() if args.seed is None else (args.seed,)))
     moved = (*map(sm90.Moved.of, (*args[:3], dout), (0,) * 4), *sm90.Moved.of_bias(bias))
     maps = [(x.data_ptr(), *how) for x, how in zip((*args[:3], dout, bias), moved, strict=True)]
     launch(0 if args.cu_seqlens_k is None else args.cu_seqlens_k.data_ptr(), *[x.data_ptr() for x in tensors], maps=maps)
     return sums[0] if parts == 1 else sums.sum(0)
 
 
-def _call(args: VarlenArgs, bias: Tensor, lies: tuple[int, ...], grid: int, each: int) -> CudaLaunch:
+def _call(args: VarlenArgs, bias: Tensor, lies: dict[str, int], grid: int, each: int) -> CudaLaunch:
     query = args.query
     grouped, mask, dropout, _ = choice.kind_of(args).features
     numbers = {
         "bias_windows": bias.shape[0], "bias_owners": bias.shape[1], "sequences": query.shape[0], "heads": query.shape[1], "max_q": args.max_q,
-        "max_k": args.max_k, "each": each, "scale": args.scale, **dict(zip(("mask_batch", "mask_head", "mask_row"), lies, strict=False)),
+        "max_k": args.max_k, "each": each, "scale": args.scale, **lies,
     }  # fmt: skip
     if grouped:
         numbers["group_size"] = choice.kind_of(args).group
@@ -103,6 +101,6 @@ def _call(args: VarlenArgs, bias: Tensor, lies: tuple[int, ...], grid: int, each
         numbers |= {"threshold": word_threshold(args.dropout_p), "inverse": survival_inverse(args.dropout_p)}
     macros = defines(query.shape[-1], query.dtype == torch.bfloat16, grouped, mask, dropout)
     return CudaLaunch(
-        sm90.source(DIRECTION), "long_bias_gradient_sm90", Options.of(macros), (grid, 1), _THREADS, shared_bytes(query.shape[-1]), numbers,
+        sm90.source(DIRECTION), "long_bias_gradient_sm90", Options.of(macros), (grid, 1), _THREADS, shared_bytes(query.shape[-1], mask), numbers,
         sm90.ARCHITECTURE,
     )  # fmt: skip

@@ -32,8 +32,10 @@ def _bias_of(args: AttentionArgs) -> tuple[Tensor, ...]:
     bias = of_dense(args).bias
     if bias is None:
         return ()
-    refuse()  # it may be copied, and other kernels run beside these in backward
-    return (readable(bias),)
+    found = readable(bias)
+    if found.data_ptr() != bias.data_ptr():
+        refuse()  # C++ makes no copy
+    return (found,)
 
 
 class _Known(NamedTuple):
@@ -119,6 +121,7 @@ def backward(
     if args.bias is not None:
         from saccade.exact.shared_bias import launchers as of_bias  # Triton, which no other call needs
 
+        refuse()  # torch adds up parts, and the numbers of the rows are no scratch memory
         rows = of_bias.rows_of(args, dout, dlse, out, lse, bias_grad=bias_grad)
         shift, inverse, delta = rows.numbers
         sm90.run_backward(known.plan, moved, _lengths_at(args), None, shift, delta, gradients, _mask_of(args), args.seed, inverse)

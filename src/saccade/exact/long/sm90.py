@@ -3,7 +3,7 @@
 Triton forms the scores twice in backward (seven products a pair of tiles), because dK and dV need one order of tiles and dQ the other. Here dS
 passes from the warpgroups that own keys to one that adds up dQ, so that five products are left; and the last tile of queries or keys is as small
 as what is in it. The kernels take plain and causal calls, dense or packed, in 16-bit dtypes, with grouped heads and dropout, and dense rows under
-boolean masks or with a bias (`bias.py`), or both.
+boolean masks or with a bias (`bias.py`), or a bias and a mask of keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.exact.long import choice
+from saccade.exact.long import choice, key_mask
 from saccade.exact.long import config as settings
 from saccade.exact.long.config import CONFIGS, Sm90Config, rounded, segment_rounds
 from saccade.exact.long.mask_bits import pack, strides_of
@@ -57,11 +57,12 @@ def late_maxima(head_dim: int) -> bool:
     return rounded(head_dim) in settings.LATE_MAXIMA
 
 
-def shared_bytes(direction: str, head_dim: int, config: Sm90Config, bias: bool = False) -> int:
-    """Dynamic shared memory of a block; the sources check it."""
+def shared_bytes(direction: str, head_dim: int, config: Sm90Config, bias: bool = False, keys: bool = False) -> int:
+    """Dynamic shared memory of a block; the sources check it. keys: with a mask of keys beside a bias."""
     row, stages = 2 * rounded(head_dim), config.stages
     if direction == "forward":
         team = QUERY_SLOTS * (BLOCK_ROWS * row + 32) + stages * 2 * CHUNK_ROWS * row + 8 * (2 * QUERY_SLOTS + 3 * stages)
+        team += keys * stages * key_mask.SELECTOR_BYTES
         return config.teams * (-(-team // 1024) * 1024) + bias * bias_stages(head_dim) * (_BIAS_TILE + 16)
     tiles = (
         4 * ROUND_ROWS * row + (2 * stages + 2 * owns_delta(head_dim, bias)) * CHUNK_ROWS * row + 2 * ROUND_ROWS * CHUNK_ROWS * 2
@@ -81,13 +82,14 @@ def defines(
 ) -> dict[str, int]:  # fmt: skip
     """The macros that a kernel is compiled with. segment: rounds of one, of backward with a window. late: see `late_maxima`."""
     found = {
-        "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "GROUPED": grouped, "MASK": mask, "DROPOUT": dropout,
-        "STAGES": config.stages, "SHARED_BYTES": shared_bytes(direction, head_dim, config, bias),
+        "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "GROUPED": grouped, "MASK": mask and not bias,
+        "DROPOUT": dropout, "STAGES": config.stages,
+        "SHARED_BYTES": shared_bytes(direction, head_dim, config, bias, bias and mask),
     }  # fmt: skip
     if window:
         found |= {"WINDOW": 1, "SEGMENT": segment} if direction == "backward" else {"WINDOW": 1}
     if bias:
-        found |= {"BIAS": 1}
+        found |= {"BIAS": 1, "KEY_MASK": mask}
         if direction == "forward":
             found |= {"BIAS_STAGES": bias_stages(head_dim), "LATE_MAXIMA": late}
     if direction == "forward":
@@ -175,9 +177,11 @@ def _launch(
     query = args.query
     names = ("out",) if direction == "forward" else ("dquery", "dkey", "dvalue")
     lies = {n: _strides(x) for n, x in zip(names, written, strict=True)}
-    if args.mask is not None:
+    if args.mask is not None and args.bias is None:
         lies["mask"] = strides_of(args.mask, direction == "backward")
     strides = {f"{n}_{dim}": s for n, of in lies.items() for dim, s in zip(("batch", "head", "row"), of, strict=True)}
+    if args.mask is not None and args.bias is not None:
+        strides |= key_mask.strides_of(args.mask)
     heads, head_dim, group = query.shape[1], query.shape[-1], choice.kind_of(args).group
     # a block of backward owns a key head
     numbers |= {"heads": heads if direction == "forward" else heads // group, "head_dim": head_dim}
@@ -208,7 +212,8 @@ def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any]
         direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, causal, config, *features, _segment(args),
         args.bias is not None, late_maxima(query.shape[-1]),
     )  # fmt: skip
-    shared = shared_bytes(direction, query.shape[-1], config, args.bias is not None)
+    beside = args.bias is not None and args.mask is not None
+    shared = shared_bytes(direction, query.shape[-1], config, args.bias is not None, beside)
     return CudaLaunch(
         source(direction), f"long_{direction}_sm90", Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
         ARCHITECTURE,
@@ -316,12 +321,19 @@ def forward(
     run_forward(plan, (*args[:3], out), offsets_of(args, members, count), lse, args.mask, args.seed)
 
 
+def shown_by(mask: Tensor | None, biased: bool, by_key: bool) -> tuple[Tensor, ...]:
+    """The form of a mask `[B, H, Tq, Tk]` that a kernel reads: bits of pairs, or beside a bias the mask itself, which is one of keys."""
+    if mask is None:
+        return ()
+    return (mask if biased else pack(mask, by_key),)
+
+
 def run_forward(
     plan: Plan, moved: tuple[Tensor, ...], offsets: tuple[int, ...], lse: Tensor, mask: Tensor | None, seed: Tensor | None
 ) -> None:
     """A launch that is known. moved: query, key, value, out, bias if any. mask: as it is, `[B, H, Tq, Tk]`. seed: of dropout."""
-    bits = () if mask is None else (pack(mask, by_key=False),)
-    plan.run(moved, (*offsets, moved[3].data_ptr(), lse.data_ptr(), *[x.data_ptr() for x in bits]), seed)
+    shown = shown_by(mask, len(moved) > 4, by_key=False)
+    plan.run(moved, (*offsets, moved[3].data_ptr(), lse.data_ptr(), *[x.data_ptr() for x in shown]), seed)
 
 
 def backward(
@@ -343,10 +355,10 @@ def run_backward(
     """A launch that is known. moved: query, key, value, dout, out, bias if any. mask, seed: as in `run_forward`. inverse: of a bias, which numbers of
     its rows come with in place of lse and delta (`NumbersOfRows` of the source)."""
     parked = scratch((plan.parked,), torch.float32, lse.device)
-    bits = () if mask is None else (pack(mask, by_key=True),)
+    shown = shown_by(mask, inverse is not None, by_key=True)
     dq, dk, dv = gradients
     pointers = (
         *offsets, lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(), delta.data_ptr(), parked.data_ptr(), dq.data_ptr(),
-        dk.data_ptr(), dv.data_ptr(), *([] if inverse is None else [inverse.data_ptr()]), *[x.data_ptr() for x in bits],
+        dk.data_ptr(), dv.data_ptr(), *([] if inverse is None else [inverse.data_ptr()]), *[x.data_ptr() for x in shown],
     )  # fmt: skip
     plan.run(moved, pointers, seed)

@@ -24,7 +24,8 @@
 // (Shah et al. 2024); traffic: Q and dO once from memory, then from L2 once a round.
 //
 // With a BIAS a chunk comes with its tile of 64 queries and 128 keys, which is read transposed, and with numbers of its queries that another kernel found
-// (rows_of_bias.cuh): lse has lost the logarithm of the sum where scores are as far off as finfo.min. The gradient of the bias is another kernel's.
+// (rows_of_bias.cuh): lse has lost the logarithm of the sum where scores are as far off as finfo.min. The gradient of the bias is another kernel's. A
+// KEY_MASK is two bytes for a thread and a round, those of its two keys.
 //
 // With a WINDOW a block takes the keys of a segment, SEGMENT rounds, so that a long sequence occupies many blocks. Queries whose window begins in a segment
 // are its own: it writes their dQ, and goes on to the rounds behind its end that their windows reach, of which it writes no dK and dV. A round meets the
@@ -171,13 +172,15 @@ struct Keys {
     const Dropout& dropout;
     const Window window;
     const NumbersOfRows numbers;
+    const KeyMask key_mask;
     const bool arriving = arriving_lane();
+    u32 selectors[2];  // of a KEY_MASK, of this lane's keys
     float dkey[HEAD_DIM / 2], dvalue[HEAD_DIM / 2];
     int step = 0, number = 0;  // chunks, and rounds, so far
 
     __device__ __forceinline__ Keys(LongBackwardShared shared, int warpgroup, float exponent, Group group, MaskBits mask, const Dropout& dropout, Window window,
-                                    NumbersOfRows numbers)
-        : shared(shared), warpgroup(warpgroup), exponent(exponent), group(group), mask(mask), dropout(dropout), window(window), numbers(numbers) {}
+                                    NumbersOfRows numbers, KeyMask key_mask)
+        : shared(shared), warpgroup(warpgroup), exponent(exponent), group(group), mask(mask), dropout(dropout), window(window), numbers(numbers), key_mask(key_mask) {}
 
     // S^T, or onto -delta dP^T - delta: 64 keys x N queries
     template <int N, bool ADDS>
@@ -285,7 +288,7 @@ struct Keys {
             load_transposed(words, Tile<64, 64>::chunk(shared.bias(stage, warpgroup), 0, 16 * s + lane / 16 * 8 + lane % 8, column));
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const float2 added = floats_of(words[j]);
+                const float2 added = KeyMask::numbers_of(words[j], selectors[j % 2]);
                 float &x = scores[8 * s + 2 * j], &y = scores[8 * s + 2 * j + 1];
                 x = fmaf(x, exponent, added.x), y = fmaf(y, exponent, added.y);
             }
@@ -352,6 +355,15 @@ struct Keys {
         return dropout.of_keys<CHUNK_ROWS>(problem, c * CHUNK_ROWS, round.start + 64 * warpgroup);
     }
 
+    __device__ __forceinline__ void read_mask(const Round& round) {
+        const int first = own_row(round.start + 64 * warpgroup);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const bool shown = key_mask.at(round.item.batch, first + 8 * h, round.item.k_len);
+            selectors[h] = selectors_of(shown, shown);
+        }
+    }
+
     // the chunks of a query head
     __device__ __forceinline__ void compute(const Round& round, int head) {
         int c = round.first_chunk();
@@ -395,6 +407,7 @@ struct Keys {
             const int rows = between(0, round.keys() - 64 * warpgroup, 64);
 #pragma unroll
             for (int e = 0; e < HEAD_DIM / 2; e++) dkey[e] = dvalue[e] = 0.0f;
+            if (KEY_MASK) read_mask(round);
             if (rows > 0 || warpgroup == 0) {
                 take_keys(rows);
 #pragma unroll 1
@@ -684,6 +697,9 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #if MASK
                        const u64* mask_bits,
 #endif
+#if KEY_MASK
+                       const unsigned char* key_mask,
+#endif
                        const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k, const void* row_batch,
                        const void* row_head, const void* parked_block,
 #if DROPOUT
@@ -694,6 +710,9 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                        long long dvalue_row,
 #if MASK
                        long long mask_batch, long long mask_head, long long mask_row,
+#endif
+#if KEY_MASK
+                       long long key_mask_batch, int key_mask_column,
 #endif
 #if GROUPED
                        int group_size,
@@ -755,7 +774,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #if DROPOUT
         dropout = Dropout::of(*seed, threshold, inverse, heads * group.members(), int(number_of(max_k)));  // heads are those of keys
 #endif
-        Keys keys(shared, warpgroup, BIAS ? scale : scale * LOG2E, group, MASK_BITS, dropout, WINDOW_OF_CALL, numbers);
+        Keys keys(shared, warpgroup, BIAS ? scale : scale * LOG2E, group, MASK_BITS, dropout, WINDOW_OF_CALL, numbers,
+                  KEY_MASK_OF_CALL);
         keys.run(gradients);
     }
 }

@@ -7,7 +7,7 @@
 //
 // Two warpgroups own 64 queries each, the keys in two halves; while one waits for products the other has the exponentials. A third asks for tiles.
 //
-// shared memory:   | Q, dO, K, V: STAGES times | what is told, and c, -delta and m of each query: STAGES times | barriers |
+// shared memory:   | Q, dO, K, V: STAGES times | what is told, c, -delta and m of each query, selectors of a KEY_MASK: STAGES times | barriers |
 //
 // The first tile of the ring is that of the bias, which stays in registers. P is exp2(log2(e) (S - m) + c), where m is 0 but for queries whose
 // lse has lost the logarithm of its sum (rows_of_bias.cuh).
@@ -31,9 +31,11 @@ struct BiasGradientShared : Memory {
     __device__ __forceinline__ u32 bias(int group, int half) const { return base + (2 * group + half) * BIAS_BLOCK_BYTES; }
     __device__ __forceinline__ u32 member(int stage) const { return base + ROWS_AT + stage * ROW_BYTES; }
     __device__ __forceinline__ u32 row(int stage, int i) const { return member(stage) + 16 + 16 * i; }
+    __device__ __forceinline__ u32 selectors(int stage, int half) const { return row(stage, SIDE) + half * Selectors::BYTES; }
     __device__ __forceinline__ u32 barrier(int i) const { return base + BARRIERS_AT + 8 * i; }
 
-    static constexpr u32 ROWS_AT = STAGES * 4 * RowTile::BYTES, ROW_BYTES = 16 + 16 * SIDE, BARRIERS_AT = ROWS_AT + STAGES * ROW_BYTES;
+    static constexpr u32 ROWS_AT = STAGES * 4 * RowTile::BYTES, ROW_BYTES = 16 + 16 * SIDE + KEY_MASK * 2 * Selectors::BYTES,
+                         BARRIERS_AT = ROWS_AT + STAGES * ROW_BYTES;
 };
 static_assert(BiasGradientShared::BARRIERS_AT + 8 * BARRIERS <= SHARED_BYTES, "the launch asks for too little shared memory");
 static_assert(4 * BIAS_BLOCK_BYTES <= 4 * RowTile::BYTES, "the tile of the bias does not fit a stage");
@@ -60,13 +62,15 @@ struct Loads {
     const NumbersOfRows numbers;
     const float* terms;
     const Group group;
+    const KeyMask mask;
     const int thread = thread_of() % 128;
     const bool arriving = arriving_lane();
     int step = 0;  // tiles of the ring, so far
 
     __device__ __forceinline__ Loads(BiasGradientShared shared, const Batch& batch, const BiasOf& bias, const TensorMap& query, const TensorMap& key,
-                                     const TensorMap& value, const TensorMap& dout, NumbersOfRows numbers, const float* terms, Group group)
-        : shared(shared), batch(batch), bias(bias), query(query), key(key), value(value), dout(dout), numbers(numbers), terms(terms), group(group) {}
+                                     const TensorMap& value, const TensorMap& dout, NumbersOfRows numbers, const float* terms, Group group,
+                                     KeyMask mask)
+        : shared(shared), batch(batch), bias(bias), query(query), key(key), value(value), dout(dout), numbers(numbers), terms(terms), group(group), mask(mask) {}
 
     __device__ __forceinline__ void await_place() const {
         if (step >= STAGES) barrier_wait(shared.barrier(READ + stage_of(step)), (step / STAGES - 1) & 1);
@@ -107,6 +111,11 @@ struct Loads {
         }
         store_16(shared.row(stage, thread), __float_as_int(NumbersOfRows::exponent(shift, inverse)), __float_as_int(term / fabsf(inverse)),
                  __float_as_int(NumbersOfRows::maximum_of(shift, inverse)), 0);
+        if (KEY_MASK && thread < SIDE / 2) {  // of two keys a thread
+            const int k = work.key + 2 * thread;
+            const u32 both = selectors_of(mask.at(item.batch, k, item.k_len), mask.at(item.batch, k + 1, item.k_len));
+            store_4(Selectors::place(shared.selectors(stage, thread / 32), thread % 32), both);
+        }
         tell_member(item.k_len, item.batch, item.head);
     }
 
@@ -131,13 +140,13 @@ struct Sums {
     const BiasGradientShared shared;
     const int warpgroup;
     const float scale;
-    const MaskBits mask;
+    const KeyMask mask;
     const Dropout& dropout;
     const bool arriving = arriving_lane();
     float sums[HALVES][HALF / 2];
     u32 bias[HALVES][HALF / 4];  // pairs of 16 bits: as floats they leave dropout and masks no registers
 
-    __device__ __forceinline__ Sums(BiasGradientShared shared, int warpgroup, float scale, MaskBits mask, const Dropout& dropout)
+    __device__ __forceinline__ Sums(BiasGradientShared shared, int warpgroup, float scale, KeyMask mask, const Dropout& dropout)
         : shared(shared), warpgroup(warpgroup), scale(scale), mask(mask), dropout(dropout) {}
 
     __device__ __forceinline__ void await(int step) const {
@@ -176,13 +185,13 @@ struct Sums {
         products_begin();
         multiply(scores, shared.query(stage), shared.key(stage), half);
         multiply(dweights, shared.dout(stage), shared.value(stage), half);
-        u32 shown = 0, survivors = 0;
-        if (MASK) shown = mask.of(item, item.head, own_row(first_query), item.q_len, first_key / HALF);
+        u32 survivors = 0, selectors[4];
         if (DROPOUT) survivors = dropout.of_queries<HALF>(dropout.problem(item.sequence, item.head), first_query, first_key);
         products_wait<1>();
 #pragma unroll
         for (int i = 0; i < HALF / 4; i++) {
-            const float2 added = floats_of(apart(bias[half][i]));  // else the compiler keeps the floats
+            if (KEY_MASK && i % 8 == 0) Selectors::load(selectors, shared.selectors(stage, half), i / 8);
+            const float2 added = mask.numbers_of(apart(bias[half][i]), selectors[i / 2 % 4]);  // apart: else the compiler keeps the floats
             scores[2 * i] = fmaf(scores[2 * i], scale, added.x), scores[2 * i + 1] = fmaf(scores[2 * i + 1], scale, added.y);
         }
         if (any_far) {
@@ -192,12 +201,7 @@ struct Sums {
 #pragma unroll
         for (int e = 0; e < HALF / 2; e++) scores[e] = exp2_fast(fmaf(scores[e], LOG2E, rows[half_of(e)].x));
         products_wait<0>();
-        if (MASK) {  // neither may be NaN where a key is hidden
-#pragma unroll
-            for (int e = 0; e < HALF / 2; e++)
-                if (!mask.shows(shown, e)) scores[e] = dweights[e] = 0.0f;
-        }
-        if (first_key + HALF > item.k_len) {
+        if (first_key + HALF > item.k_len) {  // neither may be NaN where there is no key
 #pragma unroll
             for (int e = 0; e < HALF / 2; e++)
                 if (column_at(first_key + own_column(), e) >= item.k_len) scores[e] = dweights[e] = 0.0f;
@@ -246,7 +250,7 @@ struct Sums {
 };
 
 template <int HALVES>
-__device__ __forceinline__ void compute(BiasGradientShared shared, int warpgroup, float scale, MaskBits mask, const Dropout& dropout, const Work& work,
+__device__ __forceinline__ void compute(BiasGradientShared shared, int warpgroup, float scale, KeyMask mask, const Dropout& dropout, const Work& work,
                                         const Batch& batch, float* matrix) {
     Sums<HALVES> sums(shared, warpgroup, scale, mask, dropout);
     sums.run(work, batch.max_q);
@@ -259,14 +263,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                             const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap dout_map,
                             const __grid_constant__ TensorMap bias_map, const int* lengths, const float* shift, const float* inverse_sums,
                             const float* terms, float* dbias,
-#if MASK
-                            const u64* mask_bits,
+#if KEY_MASK
+                            const unsigned char* key_mask,
 #endif
 #if DROPOUT
                             const u64* seed, u32 threshold, float inverse,
 #endif
-#if MASK
-                            long long mask_batch, long long mask_head, long long mask_row,
+#if KEY_MASK
+                            long long key_mask_batch, int key_mask_column,
 #endif
 #if GROUPED
                             int group_size,
@@ -290,7 +294,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warpgroup = warpgroup_of();
     if (warpgroup == 2) {
         leave_registers<LOAD_REGISTERS>();
-        Loads loads(shared, batch, bias, query_map, key_map, value_map, dout_map, {shift, inverse_sums, (long long)heads * max_q, max_q}, terms, GROUP);
+        Loads loads(shared, batch, bias, query_map, key_map, value_map, dout_map, {shift, inverse_sums, (long long)heads * max_q, max_q}, terms, GROUP,
+                    KEY_MASK_OF_CALL);
         loads.run(work);
         return;
     }
@@ -300,6 +305,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dropout = Dropout::of(*seed, threshold, inverse, heads, max_k);
 #endif
     float* matrix = dbias + ((long long)(work.part * bias_windows + work.window) * bias_owners + work.owner) * max_q * max_k;
-    if (max_k - work.key > HALF) compute<2>(shared, warpgroup, scale, MASK_BITS, dropout, work, batch, matrix);
-    else compute<1>(shared, warpgroup, scale, MASK_BITS, dropout, work, batch, matrix);
+    if (max_k - work.key > HALF) compute<2>(shared, warpgroup, scale, KEY_MASK_OF_CALL, dropout, work, batch, matrix);
+    else compute<1>(shared, warpgroup, scale, KEY_MASK_OF_CALL, dropout, work, batch, matrix);
 }

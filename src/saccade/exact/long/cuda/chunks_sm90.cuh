@@ -8,7 +8,8 @@
 // rows [B, H, T, D]), CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence), GROUPED (1: query heads, one behind
 // another, share a key head; how many is a parameter), MASK (1: a mask of pairs is given as bits), DROPOUT (1: weights are dropped) and WINDOW (1: a
 // query sees no key further than `left` before its own and `right` behind it; CAUSAL is 1 or 2 then, and says which key is its own). BIAS defined as 1: a
-// bias [W, H or 1, Tq, Tk] in the numbers of the query is added to the scores of dense rows, of which row b reads b % W.
+// bias [W, H or 1, Tq, Tk] in the numbers of the query is added to the scores of dense rows, of which row b reads b % W. KEY_MASK (1: beside a bias a mask
+// of keys is given, which is why MASK is 0 there) is defined with it.
 #pragma once
 #include "accumulator.cuh"
 #include "dropout.cuh"
@@ -25,6 +26,10 @@
 #ifndef BIAS
 #define BIAS 0
 #endif
+#ifndef KEY_MASK
+#define KEY_MASK 0
+#endif
+#include "key_mask.cuh"
 
 // ROWS x COLUMNS numbers of 16 bits: blocks of 64 columns, or one of 32, each with its rows of 128 (64) bytes one below the other, swizzled.
 template <int COLUMNS, int ROWS>
@@ -253,7 +258,7 @@ struct MaskBits {
 
 // A bias that rows, or rows and heads, share. windows: W. owners: the heads that it has.
 #if BIAS
-static_assert(!PACKED && !CAUSAL && !WINDOW, "a bias is one of dense rows, and holds what hides keys");
+static_assert(!PACKED && !CAUSAL && !WINDOW && !MASK, "a bias is one of dense rows, and holds what hides keys, but for a mask of keys");
 struct BiasOf {
     const TensorMap& map;
     int windows, owners;

@@ -5,7 +5,8 @@
 //
 // With dropout O = (P kept) V / rowsum(P) / (1 - p), and lse is that of all weights.
 //
-// shared memory of a team:   | Q, then O: QUERY_SLOTS times 128 rows | K, V: STAGES chunks of 64 keys | what is told | barriers |
+// shared memory of a team:   | Q, then O: QUERY_SLOTS times 128 rows | K, V: STAGES chunks of 64 keys | what is told | selectors of a KEY_MASK: STAGES |
+//                             | barriers |
 // with a BIAS, behind all teams:   | BIAS_STAGES tiles of 128 queries and 64 keys | their barriers |
 //
 // The values of a chunk are multiplied while the scores of the next one become weights. The last chunk is as wide as its keys (16, 32 or 64). O is
@@ -14,6 +15,7 @@
 //
 // With a BIAS, S = scale Q K^T + bias in base e, and m too. The teams of a block take the same queries of problems that share a matrix of the bias, so that
 // a tile of it is read once for both. They meet at its tiles alone, each with the chunks of its own row, and the one with fewer passes the rest.
+// With a KEY_MASK the whole warp that asks for keys reads the mask of a chunk, while it waits for memory, and writes selectors beside the keys.
 //
 // Compiled with the macros of chunks_sm90.cuh, TEAMS (1 or 2), QUERY_SLOTS, STAGES, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES, with a BIAS
 // BIAS_STAGES and LATE_MAXIMA. The registers
@@ -45,6 +47,7 @@ struct LongForwardShared : Memory {
     __device__ __forceinline__ u32 work(int slot) const { return base + WORKS_AT + 32 * slot; }
     __device__ __forceinline__ u32 key(int stage) const { return base + KEYS_AT + stage * 2 * KeyTile::BYTES; }
     __device__ __forceinline__ u32 value(int stage) const { return key(stage) + KeyTile::BYTES; }
+    __device__ __forceinline__ u32 selectors(int stage) const { return base + SELECTORS_AT + stage * Selectors::BYTES; }
     __device__ __forceinline__ u32 barrier(int i) const { return base + BARRIERS_AT + 8 * i; }
 
     __device__ __forceinline__ void init_barriers() const {
@@ -61,7 +64,7 @@ struct LongForwardShared : Memory {
     }
 
     static constexpr u32 KEYS_AT = QUERY_SLOTS * QueryTile::BYTES, WORKS_AT = KEYS_AT + STAGES * 2 * KeyTile::BYTES;
-    static constexpr u32 BARRIERS_AT = WORKS_AT + QUERY_SLOTS * 32;
+    static constexpr u32 SELECTORS_AT = WORKS_AT + QUERY_SLOTS * 32, BARRIERS_AT = SELECTORS_AT + KEY_MASK * STAGES * Selectors::BYTES;
     static constexpr u32 BYTES = (BARRIERS_AT + 8 * BARRIERS + 1023) / 1024 * 1024;
 };
 
@@ -185,7 +188,7 @@ struct Rows {
         // while the products are under way
         if (DROPOUT) survivors = dropout.of_queries<N>(dropout.problem(item.sequence, item.head), first_query, first);
         products_wait<FIRST ? 0 : 1>();
-        add_bias<N>(scores, tile, arriving);
+        add_bias<N>(scores, stage, tile, arriving);
         hide<N, MASKED>(scores, item, row, first, shown);
         float factor[2];  // of O, written where a row has risen; of the first chunk O is 0
         bool risen;
@@ -223,18 +226,20 @@ struct Rows {
             for (int i = 0; i < N / 8; i++) weights[2 * i + h] = pack(scores[4 * i + 2 * h], scores[4 * i + 2 * h + 1]);
     }
 
-    // scale S + bias, of a tile of the bias
+    // scale S + bias, of a tile of the bias and the keys of a stage
     template <int N>
-    __device__ __forceinline__ void add_bias(float (&scores)[N / 2], int tile, bool arriving) const {
+    __device__ __forceinline__ void add_bias(float (&scores)[N / 2], int stage, int tile, bool arriving) const {
 #if BIAS
+        u32 selectors[4];
         barrier_wait(bias.filled(tile), BiasTiles::parity(tile));
 #pragma unroll
         for (int s = 0; s < N / 16; s++) {
             u32 words[4];
+            if (KEY_MASK && s % 2 == 0) Selectors::load(selectors, shared.selectors(stage), s / 2);
             load_matrices(words, BiasTiles::Tiles::fragment(bias.tile(tile), 64 * warpgroup, s));
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const float2 added = floats_of(words[j]);
+                const float2 added = KeyMask::numbers_of(words[j], selectors[s % 2 * 2 + j / 2]);
                 float &x = scores[8 * s + 2 * j], &y = scores[8 * s + 2 * j + 1];
                 x = fmaf(x, exponent, added.x), y = fmaf(y, exponent, added.y);
             }
@@ -262,7 +267,7 @@ struct Rows {
 #pragma unroll
             for (int s = 0; s < HEAD_DIM / 16; s++) multiply(of, query + (QUERY_IN_REGISTERS ? 4 * s : 0), keys[2 * s], keys[2 * s + 1]);
         }
-        add_bias<N>(scores, tile, false);
+        add_bias<N>(scores, stage, tile, false);
     }
 
     template <int N, bool MASKED>
@@ -442,13 +447,15 @@ struct BiasLoads {
 };
 #endif
 
-// The warp that asks for tiles: one lane works, and tells the warpgroups what they are of.
+// The warp that asks for tiles: one lane works, and tells the warpgroups what they are of. With a KEY_MASK its other lanes are here too.
 struct Loads {
     const LongForwardShared shared;
     const Batch& batch;
     const TensorMap &query, &key, &value;
     const Group group;
     const Window window;
+    const KeyMask mask;
+    const bool asks;  // whether this is that lane
     int chunk = 0, works = 0;  // asked for so far
 
     __device__ __forceinline__ void tell_and_ask(const QueryBlock& work) {
@@ -465,11 +472,20 @@ struct Loads {
 
     __device__ __forceinline__ void ask_keys(const Item& it, int first) {
         const int stage = stage_of(chunk), head = group.key_head(it.head);
+        if (KEY_MASK) __syncwarp();  // others that wait for a place would hold up the lane that asks
+        const int mine = first + 2 * (int(threadIdx.x) % 32);
+        const unsigned char even = mask.at(it.batch, mine, it.k_len), odd = mask.at(it.batch, mine + 1, it.k_len);
         if (chunk >= STAGES) barrier_wait(shared.barrier(READ + stage), (chunk / STAGES - 1) & 1);
-        barrier_expect(shared.barrier(KEY + stage), KeyTile::GROUP_BYTES);
-        KeyTile::load(shared.key(stage), key, shared.barrier(KEY + stage), 0, it.k_first + first, head, it.batch);
-        barrier_expect(shared.barrier(VALUE + stage), KeyTile::GROUP_BYTES);
-        KeyTile::load(shared.value(stage), value, shared.barrier(VALUE + stage), 0, it.k_first + first, head, it.batch);
+        if (KEY_MASK) {
+            store_4(Selectors::place(shared.selectors(stage), int(threadIdx.x) % 32), selectors_of(even, odd));
+            __syncwarp();  // the arrival below is that of all lanes
+        }
+        if (asks) {
+            barrier_expect(shared.barrier(KEY + stage), KeyTile::GROUP_BYTES);
+            KeyTile::load(shared.key(stage), key, shared.barrier(KEY + stage), 0, it.k_first + first, head, it.batch);
+            barrier_expect(shared.barrier(VALUE + stage), KeyTile::GROUP_BYTES);
+            KeyTile::load(shared.value(stage), value, shared.barrier(VALUE + stage), 0, it.k_first + first, head, it.batch);
+        }
         chunk++;
     }
 
@@ -479,12 +495,12 @@ struct Loads {
 #pragma unroll 1
         for (int number = blockIdx.x; number < all; number += gridDim.x) {
             const QueryBlock work = sharing.work(number, shared.team);
-            tell_and_ask(work);
+            if (asks) tell_and_ask(work);
             if (work.item.q_len == 0) continue;
 #pragma unroll 1
             for (int c = 0; c < work.chunks(); c++) ask_keys(work.item, c * CHUNK_KEYS);
         }
-        tell_and_ask(QueryBlock{Item{}, -1});
+        if (asks) tell_and_ask(QueryBlock{Item{}, -1});
     }
 #endif
 
@@ -647,6 +663,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if MASK
                       const u64* mask_bits,
 #endif
+#if KEY_MASK
+                      const unsigned char* key_mask,
+#endif
                       const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k,
                       const void* row_batch, const void* row_head,
 #if DROPOUT
@@ -655,6 +674,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                       long long out_batch, long long out_head, long long out_row,
 #if MASK
                       long long mask_batch, long long mask_head, long long mask_row,
+#endif
+#if KEY_MASK
+                      long long key_mask_batch, int key_mask_column,
 #endif
 #if GROUPED
                       int group_size,
@@ -679,11 +701,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         leave_registers<LOAD_REGISTERS>();
         const int warp = thread_of() % 128 / 32;
         Loads loads{.shared = LongForwardShared(shared_address(memory), warp), .batch = batch, .query = query_map, .key = key_map, .value = value_map,
-                    .group = GROUP, .window = WINDOW_OF_CALL};
+                    .group = GROUP, .window = WINDOW_OF_CALL, .mask = KEY_MASK_OF_CALL, .asks = !KEY_MASK || thread_of() % 32 == 0};
 #if BIAS
         const BiasOf bias = BIAS_OF_CALL;
         const Sharing sharing{batch, bias};
-        if (warp < TEAMS && thread_of() % 32 == 0) loads.run_shared(sharing);
+        if (warp < TEAMS && (KEY_MASK || thread_of() % 32 == 0)) loads.run_shared(sharing);
         if (warp == TEAMS && thread_of() % 32 == 0) BiasLoads{bias_tiles, sharing}.run();
 #else
         if (warp < TEAMS && thread_of() % 32 == 0) loads.run();

@@ -14,12 +14,22 @@ __device__ __forceinline__ int apart(int x) {
     return x;
 }
 
+// Four bytes of (x, y), each named by four bits of the selector's low half. __byte_perm would clear the unused bit of each first.
+__device__ __forceinline__ u32 bytes_of(u32 x, u32 y, u32 selector) {
+    u32 picked;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(x), "r"(y), "r"(selector));
+    return picked;
+}
+
 // shared memory, 4 or 16 bytes at an address that is a multiple of as many
 __device__ __forceinline__ void store_16(u32 to, int x, int y, int z, int w) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 __device__ __forceinline__ void store_4(u32 to, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
+__device__ __forceinline__ void store_4(u32 to, u32 x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 __device__ __forceinline__ int load_4(u32 from) {
     int x;
