@@ -23,7 +23,7 @@ from saccade.native.recording import is_recorded, scratch, varying
 PART_AT = 22
 MOST_SEQUENCES = 2**PART_AT
 _MOST_SORTED = 4096  # sequences; each is compared with every other one
-_BLOCK = 256
+_BLOCK, _OTHERS = 256, 32  # sequences of a program, and of those with which it compares them at a time
 _MOST_PROGRAMS = -(-MOST_AT_ONCE // _BLOCK)  # of a call that C++ replays
 
 _LISTS = LaunchCache()
@@ -66,7 +66,7 @@ def in_order_kernel(
 
 @triton.jit(do_not_specialize=["sequences", "room"])
 def longest_first_kernel(
-    ends, parts, count, sequences, room, UNIT: tl.constexpr, FEWEST: tl.constexpr, PART_AT: tl.constexpr, BLOCK: tl.constexpr
+    ends, parts, count, sequences, room, UNIT: tl.constexpr, FEWEST: tl.constexpr, PART_AT: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr
 ):  # fmt: skip
     """The first parts of all sequences, then their second ones, those of the longest sequence first. A program lists those of BLOCK sequences."""
     first = tl.program_id(0) * BLOCK
@@ -77,8 +77,8 @@ def longest_first_kernel(
     mine = _parts_of(tokens, s, sequences, UNIT, FEWEST)
     rank = tl.zeros((BLOCK,), tl.int32)  # how many sequences are longer
     most = 0
-    for start in tl.range(0, sequences, BLOCK):
-        t = start + tl.arange(0, BLOCK)
+    for start in tl.range(0, sequences, OTHERS):
+        t = start + tl.arange(0, OTHERS)
         others = _tokens_of(ends, t, sequences)
         most = tl.maximum(most, tl.max(_parts_of(others, t, sequences, UNIT, FEWEST), 0))
         longer = (others[None, :] > tokens[:, None]) | ((others[None, :] == tokens[:, None]) & (t[None, :] < s[:, None]))
@@ -121,7 +121,7 @@ def _listed(kernel: triton.JITFunction, offsets: Offsets, unit: int) -> tuple[Te
         parts, count = scratch((room,), torch.int32, ends.device, tokens), scratch((1,), torch.int32, ends.device)
         numbers = varying((sequences, room), (SEQUENCES, QUERIES))
         programs = max(1, min(_MOST_PROGRAMS, sequences)) if is_recorded() else triton.cdiv(sequences, _BLOCK)
-        constants = (unit, fewest, PART_AT, _BLOCK)
+        constants = (unit, fewest, PART_AT, _BLOCK, *[_OTHERS] * (kernel is longest_first_kernel))
         launch_any(kernel, programs, (ends, parts, count), numbers, constants, (_MOST_PROGRAMS, 1, 0), num_warps=4)
         return parts, count
 
