@@ -157,8 +157,8 @@ def _wide(direction: str, element_size: int, arch: int, block_d: int) -> TokenCo
 
 
 # Head dims up to which token tiles in CUDA C++ (tokens_sm90.py) take a direction on sm_90 in place of Triton's, and numbers (as of MOST_EAGER) up to which
-# they do in CUDA graphs. Backward at D = 64 spills, and took 1.1 to 1.6 times as long as Triton's on an H100 (docs/notes/ragged.md). Read at each call.
-TOKENS_SM90 = {"forward": 64, "backward": 32}
+# they do in CUDA graphs. An H100 timed both directions at D = 32 and 64 up to that size (docs/notes/ragged.md). Read at each call.
+TOKENS_SM90 = {"forward": 64, "backward": 64}
 MOST_TOKENS_SM90, LONGEST_TOKENS_SM90 = 2**24, 128
 
 
@@ -180,5 +180,5 @@ TOKENS_SM90_CONFIGS = {
     ("forward", 32): TokensSm90Config(5),
     ("forward", 64): TokensSm90Config(4),
     ("backward", 32): TokensSm90Config(4),
-    ("backward", 64): TokensSm90Config(3),
+    ("backward", 64): TokensSm90Config(2),
 }
