@@ -2,14 +2,12 @@
 
 Lengths are drawn from a log-normal distribution (sigma 0.5), cut at the longest: most sequences are shorter than the mean, as in text. The roof counts the
 bytes of real tokens alone, at the bandwidth of a plain copy. Peers: torch's `varlen_attn`, FlashAttention-4's varlen function, and torch's dense
-function on the padded batch with a key-padding mask (what a program does that does not pack). `tokens_sm90` has token tiles in CUDA C++, which `auto`
-does not choose yet. Rows with the note `captured` are replays of a CUDA
+function on the padded batch with a key-padding mask (what a program does that does not pack). Rows with the note `captured` are replays of a CUDA
 graph: calls of small batches are host time otherwise.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,15 +19,12 @@ from steps import NOT_RUN, capture, first_line, step
 from torch import Tensor
 
 import saccade
-from saccade.engine import prepare
-from saccade.exact.ragged import config, launchers
+from saccade.exact.ragged import launchers
 from saccade.exact.varlen.args import VarlenArgs
-from saccade.hardware import arch_of, has_package
+from saccade.hardware import has_package
 from saccade.testing.timing import Timing, measure
 
 HEADS = 12
-TOKENS = "tokens_sm90"  # token tiles in CUDA C++ at every size; eager beyond MOST_EAGER numbers it is `ragged`
-_MOST_TOKENS = 2**28  # numbers of a batch up to which token tiles in CUDA C++ are tried
 _MOST_PADDED = 2**33  # numbers of a padded tensor, beyond which it is not tried
 
 
@@ -75,9 +70,7 @@ def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
         roofs = _roofs(shape, int(lengths.sum()), bandwidth)
         found, ours = dict[str, float](), dict[str, Timing]()
         for name, call in _calls(shape, lengths, offsets).items():
-            with token_tiles_by_cuda(name == TOKENS):
-                timed = both_ways(name, call, repeat_ms)
-            for kind, timings in timed.items():
+            for kind, timings in both_ways(name, call, repeat_ms).items():
                 for direction, timing in timings.items():
                     row = Row("short_ragged", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note=kind)
                     writer.add(row)
@@ -85,13 +78,10 @@ def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
                     found[name] = timings["fwd"].p50 + timings["bwd"].p50
                     ours = timings if name == "ragged" else ours
             torch.cuda.empty_cache()
-        _kernels(writer, "ragged", shape, offsets, roofs, repeat_ms)
-        with token_tiles_by_cuda(TOKENS in found):
-            if TOKENS in found:
-                _kernels(writer, TOKENS, shape, offsets, roofs, repeat_ms)
+        _kernels(writer, shape, offsets, roofs, repeat_ms)
         if "ragged" not in found:
             continue
-        others = [(total, name) for name, total in found.items() if name not in ("ragged", "auto", TOKENS)]
+        others = [(total, name) for name, total in found.items() if name not in ("ragged", "auto")]
         gain = "no peer ran it"
         if others:
             gain = (
@@ -132,21 +122,7 @@ def _packed(shape: Shape, tokens: int) -> tuple[list[Tensor], Tensor]:
     return [x.requires_grad_() for x in made[:3]], made[3]
 
 
-@contextlib.contextmanager
-def token_tiles_by_cuda(taken: bool) -> Iterator[None]:
-    """Token tiles in CUDA C++ wherever they can take a call, if `taken`."""
-    before = config.TOKENS_SM90, config.MOST_TOKENS_SM90
-    if taken:
-        config.TOKENS_SM90, config.MOST_TOKENS_SM90 = dict.fromkeys(config.TOKENS_SM90, config.TOKENS_MAX_DIM), _MOST_TOKENS
-    prepare.forget()  # C++ would replay the launches of the others
-    try:
-        yield
-    finally:
-        config.TOKENS_SM90, config.MOST_TOKENS_SM90 = before
-        prepare.forget()
-
-
-def _kernels(writer: Writer, name: str, shape: Shape, offsets: Tensor, roofs: dict[str, float], repeat_ms: int) -> None:
+def _kernels(writer: Writer, shape: Shape, offsets: Tensor, roofs: dict[str, float], repeat_ms: int) -> None:
     """Our launches without autograd."""
     (query, key, value), dout = _packed(shape, int(offsets[-1]))
     args = VarlenArgs(
@@ -157,14 +133,7 @@ def _kernels(writer: Writer, name: str, shape: Shape, offsets: Tensor, roofs: di
     backward = functools.partial(launchers.backward, args, dout, None, out, lse, bias_grad=False)
     for direction, call in (("fwd", functools.partial(launchers.forward, args)), ("bwd", backward)):
         timing = measure(call, warmup_ms=5, repeat_ms=repeat_ms)
-        writer.add(Row("short_ragged", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note="kernel"))
-
-
-def _by_cuda(shape: Shape) -> bool:
-    """Whether token tiles in CUDA C++ take a row in a graph."""
-    numbers = int(shape.lengths().sum()) * shape.heads * shape.dim
-    fits = shape.dim <= config.TOKENS_MAX_DIM and shape.longest <= config.LONGEST_TOKENS_SM90 and numbers <= _MOST_TOKENS
-    return fits and arch_of(torch.device("cuda", torch.cuda.current_device())) == 90
+        writer.add(Row("short_ragged", str(shape), "ragged", direction, "bf16", *timing, roof_ms=roofs[direction], note="kernel"))
 
 
 Prepared = tuple[list[Tensor], Tensor, Callable[[], Tensor]]
@@ -188,11 +157,6 @@ def _calls(shape: Shape, lengths: Tensor, offsets: Tensor) -> dict[str, Callable
 
     found = {
         "ragged": functools.partial(packed, functools.partial(saccade.attention_varlen, backend="ragged")),
-        **(
-            {TOKENS: functools.partial(packed, functools.partial(saccade.attention_varlen, backend="ragged"))}
-            if _by_cuda(shape)
-            else {}
-        ),
         "auto": functools.partial(packed, saccade.attention_varlen),
         "varlen_attn": functools.partial(packed, torch_packed),
         "sdpa_padded": padded,
