@@ -98,8 +98,9 @@ def test_another_batch_of_the_kind(seen, dim, options, packed, monkeypatch):
 @pytest.mark.parametrize("window", [(64, 64), (3, None), (200, 5)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"is_causal": True}], ids=["plain", "dropout", "causal"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_another_batch_with_a_window(seen, dim, options, window, monkeypatch):
-    monkeypatch.setattr(config, "TIMED_WINDOWS", 128)
+@pytest.mark.parametrize("chunks", [True, False], ids=["chunks", "token-tiles"])
+def test_another_batch_with_a_window(seen, chunks, dim, options, window, monkeypatch):
+    monkeypatch.setattr(config, "TIMED_WINDOWS", 128 if chunks else 0)
     monkeypatch.setattr(sm90, "takes", lambda args, *others: True)
     options = options | {"window": window}
     run(seen, batch([140, 9], dim, False), **options)
@@ -112,7 +113,10 @@ def test_another_batch_with_a_window(seen, dim, options, window, monkeypatch):
             patch.setattr(launchers, "backward", lambda *given: pytest.fail("Python makes the gradient"))
             by_cpp = run(seen, given, **options)
         assert by_cpp == run_by_python(seen, given, **options)
-        assert len(by_cpp) == 6 + (dim == 128)  # a list, the kernel, and what clears the tail; row sums beyond D = 64
+        if chunks:  # a list, the kernel, and what clears the tail; row sums beyond D = 64
+            assert len(by_cpp) == 6 + (dim == 128)
+        else:  # bounds, the draw of dropout, and the kernel
+            assert len(by_cpp) == 4 + 2 * ("dropout_p" in options)
     others = options | {"window": (9, 9)}
     run(seen, batch([140, 9], dim, False), **others)
     assert len(native.calls) == 2

@@ -89,7 +89,7 @@ def make_plan(cu_q: Tensor, cu_k: Tensor) -> Plan:
     return Plan(members, counts)
 
 
-# (kind, ids of tensors) -> (the tensors, their versions, what was made)
+# (kind, stream, ids of tensors) -> (the tensors, their versions, the result)
 _PLANS = LaunchCache()
 _PLANS.limit = _MAX_PLANS
 
@@ -107,7 +107,9 @@ def of_batch(known: LaunchCache, kind: Hashable, ends: tuple[Tensor, ...], make:
     """
     if not all(values_known(x) and not x.is_inference() for x in ends):
         return make()
-    key, versions = (kind, *map(id, ends)), tuple([x._version for x in ends])
+    # of a stream: another one would not wait for the kernel that fills the lists
+    stream = torch._C._cuda_getCurrentRawStream(ends[0].device.index) if ends[0].is_cuda else 0
+    key, versions = (kind, stream, *map(id, ends)), tuple([x._version for x in ends])
     seen = known.get(key)
     if seen is not None and seen[1] == versions and all(ref() is x for ref, x in zip(seen[0], ends, strict=True)):
         return seen[2]
