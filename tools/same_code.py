@@ -79,15 +79,14 @@ def builds_of(sources: Iterable[Path]) -> list[Build]:
 
 
 def without_new_features(builds: list[Build], known: set[str]) -> list[Build]:
-    """The builds whose features older sources had: of a macro that these do not name, those with the least value that a source is built with."""
+    """The builds whose features older sources had: of a macro that these do not name, those without it, or else with the least value of a source."""
     kept = builds
     for name in {name for build in builds for name in _macros(build)} - known:
         least: dict[str, str] = {}
         for build in builds:
-            value = _macros(build).get(name)
-            if value is not None:
-                least[build[0]] = min(value, least.get(build[0], value))
-        kept = [build for build in kept if _macros(build).get(name) in (None, least.get(build[0]))]
+            value = _macros(build).get(name, "")
+            least[build[0]] = min(value, least.get(build[0], value))
+        kept = [build for build in kept if _macros(build).get(name, "") == least[build[0]]]
     return kept
 
 

@@ -61,7 +61,10 @@ def test_builds_of_a_feature_that_older_sources_lack_are_left_out():
     flags = [("--define-macro=DIM=32", f"--define-macro=WINDOW={on}", "--define-macro=SEGMENT=4") for on in (0, 1)]
     builds = [("backward.cu", "90a", flags[0]), ("backward.cu", "90a", flags[1]), ("forward.cu", "90a", flags[0][:2])]
     assert same_code.without_new_features(builds, {"DIM"}) == [builds[0], builds[2]]
-    assert same_code.without_new_features(builds, {"DIM", "WINDOW"}) == builds
+    assert same_code.without_new_features(builds, {"DIM", "WINDOW", "SEGMENT"}) == builds
+    # a build without the macro is one without the feature
+    absent = ("backward.cu", "90a", flags[0][:1])
+    assert same_code.without_new_features([*builds, absent], {"DIM"}) == [builds[2], absent]
 
 
 PROBLEMS = {
