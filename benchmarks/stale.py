@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 # file, code before and code now (`code_of`), of which the machine code is the same; or, with a commit, the launches for what was measured there
 SAME_CODE = HERE / "same_code.csv"
+ABSENT = "absent"  # the code before of a file that was not there: no launch that was measured needs it
 _SHORT, _LONG = "exact/short/*", "exact/long/*"
 _PACKED = ("exact/ragged/*", _LONG)  # packed sequences beyond a tile run on the kernels of `long`
 _NM = ("nm_sparse/fused/*", "nm_sparse/cuda/*", "nm_sparse/masked/*", "nm_sparse/backward_sm90/*", "nm_sparse/staged/*")
@@ -153,6 +154,8 @@ def _is_in(name: str, blob: str, commit: str, by_launches: bool) -> bool:
     if definitions <= _wing(commit, name):
         return True
     equal = equal_codes(name, _digest(definitions), commit if by_launches else "")
+    if not same_name and ABSENT in equal:
+        return True
     return any(_digest(_definitions(old, Path(name).suffix)) in equal for old in same_name)
 
 

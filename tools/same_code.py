@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.stale import SAME_CODE, SHAPES, code_of, equal_codes
+from benchmarks.stale import ABSENT, SAME_CODE, SHAPES, code_of, equal_codes
 from saccade.errors import SaccadeError
 from saccade.launch.cuda import HEADERS
 from saccade.nvrtc.library import Program, loaded
@@ -120,7 +120,8 @@ def same_cuda(changed: Iterable[str], before: Path) -> dict[str, bool]:
     reach = {str(path): {file for file, _ in reached(Source(path, (HEADERS,)))} for path in SRC.rglob("*.cu")}
     touched = {source for source, files in reach.items() if files & {ROOT / name for name in changed}}
     builds = [build for build in builds_of(map(Path, touched)) if build[0] in touched]
-    builds = without_new_features(builds, {*_words(before)})
+    was_there = [build for build in builds if Path(build[0].replace(str(ROOT), str(before))).is_file()]
+    builds = without_new_features(was_there, {*_words(before)})
     with ProcessPoolExecutor() as pool:
         old, new = ([*pool.map(instructions_at, repeat(root), builds)] for root in (before, ROOT))
     equal = {
@@ -203,6 +204,23 @@ def compared(texts: dict[str, str], before: Path, commit: str) -> dict[str, tupl
     return everywhere | {name: (same, commit) for name, same in launched.items()}
 
 
+def unused(
+    texts: Mapping[str, str], codes: Mapping[str, tuple[str, str]], found: Mapping[str, tuple[bool, str]]
+) -> dict[str, str]:
+    """The new files of folders in which nothing else changed what is launched: no measured launch needs them.
+
+    texts: of changed files. codes: those of files that were there, before and now. found: what was compared of these.
+    """
+    differing = {str(Path(name).parent) for name, (same, _) in found.items() if not same}
+    new = {name: text for name, text in texts.items() if name not in codes and name.endswith((".cu", ".cuh", ".py"))}
+    return {name: text for name, text in new.items() if not any(_kin(str(Path(name).parent), x) for x in differing)}
+
+
+def _kin(one: str, other: str) -> bool:
+    """Whether one folder lies in the other, or is it."""
+    return one == other or one.startswith(f"{other}/") or other.startswith(f"{one}/")
+
+
 def main(
     commit: Annotated[str, typer.Argument(help="What to compare with, as the rows of tables name it.")],
     paths: Annotated[list[str], typer.Argument(help="Where changed files lie.")] = ["src"],  # noqa: B006
@@ -222,6 +240,7 @@ def main(
         found = compared(changed, before, commit)
     known = SAME_CODE.read_text(encoding="utf-8")
     lines = [f"{name},{','.join(codes[name])},{measured}\n" for name, (same, measured) in found.items() if same]
+    lines += [f"{name},{ABSENT},{code_of(text, name)},{commit}\n" for name, text in unused(texts, codes, found).items()]
     SAME_CODE.write_text(known + "".join(line for line in lines if line not in known), encoding="utf-8")
     for name, (same, _) in found.items():
         print(f"{name}: {'the same' if same else 'other instructions or launches'}")

@@ -151,3 +151,10 @@ def test_a_file_with_kernels_may_differ_in_what_it_launches(tmp_path, monkeypatc
         assert same_code.compared({name: text.format(2)}, tmp_path / "before", "abc") == {name: (launched_as_before, "abc")}
     monkeypatch.setattr(same_code, "same_launches", lambda *_: {})
     assert same_code.compared({name: text.format(2)}, tmp_path / "before", "abc") == {name: (False, "")}
+
+
+def test_new_files_beside_equal_ones_are_unused():
+    texts = {f"src/a/{name}": "x = 1\n" for name in ("launch.py", "new.py", "cuda/new.cu")} | {"src/b/new.py": "x = 1\n"}
+    codes = {"src/a/launch.py": ("1", "2")}
+    assert same_code.unused(texts, codes, {"src/a/launch.py": (True, "c")}).keys() == texts.keys() - codes.keys()
+    assert same_code.unused(texts, codes, {"src/a/launch.py": (False, "c")}).keys() == {"src/b/new.py"}
