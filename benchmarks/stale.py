@@ -154,7 +154,7 @@ def _is_in(name: str, blob: str, commit: str, by_launches: bool) -> bool:
     if definitions <= _wing(commit, name):
         return True
     equal = equal_codes(name, _digest(definitions), commit if by_launches else "")
-    if not same_name and ABSENT in equal:
+    if name not in before and ABSENT in equal:
         return True
     return any(_digest(_definitions(old, Path(name).suffix)) in equal for old in same_name)
 
