@@ -512,10 +512,20 @@ CAPTURED = {"host_counts": False, "python_counts": False}
     ids=str,
 )
 def test_what_auto_takes_of_calls_with_a_bias(monkeypatch, changes, said):
+    monkeypatch.setattr(config, "TIMED_BIAS_HEAD_DIM", (1, 64))
+    monkeypatch.setattr(config, "TIMED_BIAS_TOKENS", (129, 1024))
     problem = problem_of(monkeypatch, **(BIASED | changes))
     assert LONG.why_not(problem) == []
     assert LONG.prefers(problem) == (said == "")
     assert re.search(said, LONG.rule(problem).said)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dim", "taken"), [(256, 32, True), (512, 64, True), (255, 32, False), (513, 64, False), (300, 24, False)]
+)
+def test_a_bias_is_taken_where_it_was_timed(monkeypatch, tokens, dim, taken):
+    shape = {"q_len": tokens, "kv_len": tokens, "dim": dim, "mask_shape": (1, 12, tokens, tokens)}
+    assert LONG.prefers(problem_of(monkeypatch, **(BIASED | shape))) == taken
 
 
 ROWS_77 = {"q_len": 77, "kv_len": 77}

@@ -60,6 +60,11 @@ def ends_of(window: Window | None) -> tuple[int, int]:
     return NO_LIMIT if left is None else left, NO_LIMIT if right is None else right
 
 
+def has_window(args: Any) -> bool:
+    """Whether the record of a call has a window."""
+    return (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT)
+
+
 def in_window(rows: Tensor, keys: Tensor, left: int, right: int) -> Tensor:
     """The pairs of rows and keys, places in one sequence, that lie within a window. left, right: as `ends_of` has them."""
     seen = torch.ones_like(rows - keys, dtype=torch.bool)

@@ -9,7 +9,7 @@ from saccade.engine import dense
 from saccade.engine.backend import Backend
 from saccade.engine.philox import dropout_keep
 from saccade.engine.problem import Problem
-from saccade.engine.window import NO_LIMIT, in_window
+from saccade.engine.window import has_window, in_window
 from saccade.exact.args import AttentionArgs, repeated
 
 
@@ -40,7 +40,7 @@ def attend(args: AttentionArgs, problem: Problem | None = None) -> tuple[Tensor,
 
 def _window_of(args: AttentionArgs) -> Tensor | None:
     """The mask of a window, `[Tq, Tk]`; a call with one has no other."""
-    if (args.window_left, args.window_right) == (NO_LIMIT, NO_LIMIT):
+    if not has_window(args):
         return None
     rows, keys = (torch.arange(x.shape[2], device=x.device) for x in args[:2])
     return in_window(rows[:, None], keys, args.window_left, args.window_right)

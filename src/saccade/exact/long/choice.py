@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from saccade.engine.problem import Problem
-from saccade.engine.window import NO_LIMIT
+from saccade.engine.window import NO_LIMIT, has_window
 from saccade.exact.long.config import CONFIGS, MAX_HEAD_DIM, MAX_SHARING, most_tokens, rounded
 from saccade.exact.varlen.args import FULL, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.hardware import arch_of
@@ -51,7 +51,7 @@ def kind_of(args: VarlenArgs) -> Kind:
     return Kind(
         arch_of(query.device), query.dtype, query.dim() == 4, query.shape[-1], group, args.max_q, args.max_k, args.causal,
         args.mask is not None, args.seed is not None, args.bias is not None, args.scale,
-        (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT),
+        has_window(args),
     )  # fmt: skip
 
 

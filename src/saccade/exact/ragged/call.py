@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.engine.window import NO_LIMIT
+from saccade.engine.window import has_window
 from saccade.exact.long import sm90
 from saccade.exact.long.choice import kind_of
 from saccade.exact.long.config import Sm90Config
@@ -172,7 +172,7 @@ def limits(args: VarlenArgs) -> tuple[int, int, int, bool]:
     """(width, most, most sequences, by tokens): a batch is one launch while its rows times width are at most `most`. Rows are its tokens, or those
     of all sequences padded to the longest."""
     call = RaggedCall(args)
-    if (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT):
+    if has_window(args):
         return 1, 2**31, MOST_AT_ONCE, True
     by_tokens = call.eager_tokens
     return call.heads * call.block_d, MOST_EAGER if by_tokens else ONE_LAUNCH, MOST_AT_ONCE, by_tokens

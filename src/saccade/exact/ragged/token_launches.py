@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.calls import values_known
-from saccade.engine.window import NO_LIMIT
-from saccade.exact.args import AttentionArgs
+from saccade.engine.window import has_window
 from saccade.exact.long.choice import window_of
 from saccade.exact.ragged import config, tokens_sm90
 from saccade.exact.ragged.call import RaggedCall
@@ -104,11 +103,6 @@ def _heads(*tensors: Tensor) -> tuple[int, ...]:
 
 def _rows(*tensors: Tensor) -> tuple[int, ...]:
     return tuple([x.stride(0) for x in tensors])
-
-
-def has_window(args: VarlenArgs | AttentionArgs) -> bool:
-    """Whether a call has a window, which no other kernel of the family knows."""
-    return (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT)
 
 
 def _varying(call: RaggedCall, words: int) -> dict[str, int]:

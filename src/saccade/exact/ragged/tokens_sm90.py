@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.engine.window import NO_LIMIT
+from saccade.engine.window import has_window
 from saccade.exact.long.config import rounded
 from saccade.exact.ragged import config
 from saccade.exact.ragged.call import RaggedCall
@@ -62,9 +62,8 @@ def defines(
 def takes(call: RaggedCall, direction: str, *others: Tensor) -> bool:
     """Whether these kernels compute a direction of a call that token tiles take. others: out, or dout, out and the gradients."""
     args = call.args
-    window = (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT)
     longest = max(args.max_q, args.max_k)
-    if not config.in_tokens_sm90(direction, call.arch, call.size, call.head_dim, longest, window) or not args.scale > 0:
+    if not config.in_tokens_sm90(direction, call.arch, call.size, call.head_dim, longest, has_window(args)) or not args.scale > 0:
         return False
     if obstacles(ARCHITECTURE) or failure_of(_named(call, direction)) is not None:
         return False

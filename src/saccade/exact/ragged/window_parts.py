@@ -1,7 +1,7 @@
 """Packed sequences in parts of so many tokens, listed on the device, for the kernels of sm_90 that take a window.
 
 An item of a list is the number of a sequence, and that of its part from bit PART_AT on. With parts in place of whole sequences, every launch has as
-many works as there are tokens to compute, and none that is empty: of 8 sequences of up to 8,192 tokens 58 of 100 blocks of queries had no token.
+many works as there are tokens to compute, and none that is empty: of 8 sequences of up to 8,192 tokens 42 of 100 blocks of queries had no token.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from saccade.engine.layout import empty_like_heads
+from saccade.engine.window import has_window
 from saccade.exact.args import AttentionArgs
 from saccade.exact.ragged import launchers
 from saccade.exact.ragged.launches import Gradients
-from saccade.exact.ragged.token_launches import has_window
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from saccade.engine import dense
 from saccade.engine.backend import Backend
 from saccade.engine.philox import dropout_keep
-from saccade.engine.window import NO_LIMIT, in_window
+from saccade.engine.window import has_window, in_window
 from saccade.exact.varlen.args import ALIGNED_LAST, FULL, HIDE_LATER, VarlenArgs
 from saccade.exact.varlen.problem import VarlenProblem
 
@@ -21,7 +21,7 @@ def attend(args: VarlenArgs, problem: VarlenProblem | None = None) -> tuple[Tens
     query, key, value = _padded(args.query, q_rows, q_len), _padded(args.key, k_rows, k_len), _padded(args.value, k_rows, k_len)
     mask = torch.arange(args.max_q, device=query.device)[:, None] < q_len[:, None, None, None]  # [B, 1, Tq, 1]
     mask = mask & (torch.arange(args.max_k, device=query.device) < k_len[:, None, None, None])
-    windowed = (args.window_left, args.window_right) != (NO_LIMIT, NO_LIMIT)
+    windowed = has_window(args)
     if args.causal != FULL or windowed:
         i, j = torch.arange(args.max_q, device=query.device)[:, None], torch.arange(args.max_k, device=query.device)
         i = i + (k_len - q_len)[:, None, None, None] if args.causal in ALIGNED_LAST else i
