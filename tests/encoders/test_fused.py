@@ -16,8 +16,10 @@ from torch import nn
 import saccade
 from saccade.encoders import graphs, joined
 from saccade.encoders.attention import Borders
-from saccade.encoders.fused import Fusion, _transposing, join_products, move_transposes_out, parts_of
+from saccade.encoders.fused import Fusion, join_products, parts_of
+from saccade.encoders.views import Out, move_views_out, with_views
 from saccade.errors import InvalidArgument
+from saccade.integrations.transformers import PACKED_QKV
 
 
 def packed(lengths):
@@ -305,9 +307,93 @@ def test_transposed_outputs_leave_the_graph_before():
 
     graph = torch.fx.symbolic_trace(Heads())
     x = torch.randn(4, 6)
-    moved = move_transposes_out(graph)
-    assert moved == [(0, 1), None, None]
+    outs = move_views_out(graph)
+    assert outs == [Out(0, dims=(0, 1)), Out(1), Out(2)]
     assert all(node.target != "transpose" for node in graph.graph.nodes)
-    for got, want in zip(_transposing(graph, moved)(x), Heads()(x), strict=True):
+    for got, want in zip(with_views(graph, outs)(x), Heads()(x), strict=True):
         assert torch.equal(got, want)
         assert got.stride() == want.stride()
+
+
+class Third(torch.nn.Module):
+    """Query, key and value of heads, in an order, and what else leaves."""
+
+    def __init__(self, *widths, order=(0, 1, 2), dims=(4, 4, 4)):
+        super().__init__()
+        self.products = torch.nn.ModuleList(torch.nn.Linear(8, n) for n in widths)
+        self.order, self.dims = order, dims
+
+    def forward(self, x):
+        found = [
+            product(x).view(*x.shape[:-1], -1, dim).transpose(1, 2) for product, dim in zip(self.products, self.dims, strict=True)
+        ]
+        return x.sum(), *[found[i] for i in self.order]
+
+
+@pytest.mark.parametrize(
+    ("module", "packed"),
+    [
+        (Third(8, 8, 8), True),
+        (Third(8, 8, 8, order=(1, 0, 2)), False),
+        (Third(8, 8, 8, order=(0, 1, 1)), False),
+        (Third(8, 8, 8, dims=(4, 4, 2)), False),
+        (Third(8, 4, 4), False),
+        (Third(8, 8, dims=(4, 4), order=(0, 1)), False),
+    ],
+    ids=["three", "another order", "not all", "other heads", "grouped heads", "two"],
+)  # fmt: skip
+def test_parts_of_a_product_leave_as_one(module, packed):
+    """One gradient comes back for the three, which nobody puts together."""
+    counts = []
+
+    def compile_(graph, inputs):
+        join_products(graph)
+        outs = move_views_out(graph)
+        counts.append(len(next(node for node in graph.graph.nodes if node.op == "output").args[0]))
+        return with_views(graph, outs)
+
+    x, heads = torch.randn(1, 5, 8, requires_grad=True), len(module.order)
+    found = torch.compile(module, dynamic=True, backend=compile_)(x)
+    assert counts == [2 if packed else 1 + len(set(module.order))]
+    for got, want in zip(found, module(x), strict=True):
+        torch.testing.assert_close(got, want)
+    weights = [torch.linspace(-1, 1, y.numel()).view_as(y) for y in found]
+    leaves = (x, *module.parameters())
+    got, want = (torch.autograd.grad(y, leaves, weights, allow_unused=True, materialize_grads=True) for y in (found, module(x)))
+    torch.testing.assert_close(got, want)
+    assert [hasattr(y, PACKED_QKV) for y in found] == [False, packed, *[False] * (heads - 1)]
+    if packed:
+        qkv = getattr(found[1], PACKED_QKV)
+        for part, y in zip(qkv.unbind(1), found[1:], strict=True):
+            assert part.data_ptr() == y.data_ptr()
+            assert torch.equal(part, y[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert"])
+def test_backward_of_attention_writes_one_packed_gradient(name, monkeypatch):
+    from saccade.integrations import transformers as integration
+
+    given, attend = [], integration.attend_packed
+    monkeypatch.setattr(integration, "attend_packed", lambda call, qkv: given.append(qkv) or attend(call, qkv))
+    one = fused(name)
+    computed(one.run_fused, one, (5, 9)).sum().backward()
+    assert len(given) == SIZES["num_hidden_layers"]
+    assert all(x.shape == (14, 3, 4, 8) for x in given)
+    given.clear()
+    with torch.no_grad():
+        computed(one.run_fused, one, (5, 9))
+    assert given == [None] * SIZES["num_hidden_layers"]
+
+
+def test_a_query_of_another_key_is_no_part_of_a_product():
+    from saccade.integrations.transformers import _packed_qkv
+
+    qkv = torch.randn(5, 3, 2, 4, requires_grad=True)
+    query, key, value = (x.transpose(0, 1)[None] for x in qkv.unbind(1))
+    setattr(query, PACKED_QKV, qkv)
+    assert _packed_qkv(query, key, value) is qkv
+    assert _packed_qkv(query, value, key) is None
+    assert _packed_qkv(query, key, value.clone()) is None
+    assert _packed_qkv(key, key, value) is None
+    with torch.no_grad():
+        assert _packed_qkv(query, key, value) is None

@@ -8,7 +8,7 @@ import torch
 
 from saccade import native
 from saccade.encoders import packing
-from saccade.encoders.capacity import size_of
+from saccade.encoders.capacity import size_of, sizes_of
 from saccade.encoders.families import Family
 from saccade.native.build import Build
 
@@ -68,8 +68,14 @@ def test_a_large_batch_is_packed_in_pieces(module):
 
 
 @pytest.mark.parametrize(
-    ("longest", "most", "bound"), [(36, 514, 512), (512, 8192, 512), (513, 514, 514), (600, 8192, 8192), (3, 128, 512)]
+    ("longest", "most", "bound"),
+    [(36, 514, 128), (128, 514, 128), (129, 514, 512), (512, 8192, 512), (513, 514, 514), (600, 8192, 8192), (3, 64, 128)],
 )
 def test_a_graph_expects_usual_lengths_whatever_a_model_may_take(longest, most, bound):
     assert size_of(1000, 7, longest, most) == (1024, bound)
     assert size_of(7, 1000, longest, most) == (1024, bound)  # empty sequences have an end each
+
+
+def test_sizes_that_are_made_ahead():
+    assert sizes_of(1000, 514) == [(1024, 128), (1024, 512)]
+    assert sizes_of(1000, 128) == [(1024, 128)]

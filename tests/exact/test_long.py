@@ -497,7 +497,7 @@ CAPTURED = {"host_counts": False, "python_counts": False}
         ({}, ""),
         ({"grad": False}, ""),
         ({"dim": 32, "lengths": True}, ""),
-        ({"key_mask": True}, "no GPU has held its results against others"),
+        ({"key_mask": True}, ""),
         ({"dim": 128, "grad": False}, "timed at D = 1 to 64 and 129 to 1024 tokens, got D = 128"),
         ({"q_len": 128, "mask_shape": (128, 197)}, "got D = 64, 128 queries and 197 keys"),
         ({"kv_len": 1025, "mask_shape": (197, 1025)}, "197 queries and 1025 keys"),
@@ -521,7 +521,7 @@ def test_what_auto_takes_of_calls_with_a_bias(monkeypatch, changes, said):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dim", "taken"), [(256, 32, True), (512, 64, True), (255, 32, False), (513, 64, False), (300, 24, False)]
+    ("tokens", "dim", "taken"), [(128, 16, True), (1024, 64, True), (127, 32, False), (1025, 64, False), (300, 8, False)]
 )
 def test_a_bias_is_taken_where_it_was_timed(monkeypatch, tokens, dim, taken):
     shape = {"q_len": tokens, "kv_len": tokens, "dim": dim, "mask_shape": (1, 12, tokens, tokens)}

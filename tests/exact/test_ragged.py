@@ -158,6 +158,30 @@ def test_lists_hold_every_sequence_once_in_order(number):
         assert plan.members[i, :count].tolist() == wanted.tolist()
 
 
+def test_lists_are_made_once_in_a_capture(monkeypatch):
+    """By the layers of a model. Another capture makes its own, and nothing is kept for offsets that are gone."""
+    capture = [7]
+    monkeypatch.setattr(ragged_plan, "capture_id", lambda device: capture[0])
+    monkeypatch.setattr(ragged_plan, "values_known", lambda x: False)
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+    first = ragged_plan.plan_of(ends, ends)
+    assert ragged_plan.plan_of(ends, ends) is first
+    assert ragged_plan.plan_of(ends, ends.clone()) is not first
+    capture[0] = 8
+    assert ragged_plan.plan_of(ends, ends) is not first
+    second = ragged_plan.plan_of(ends, ends)
+    ends[1] = 3
+    third = ragged_plan.plan_of(ends, ends)
+    assert third is not second
+    assert ragged_plan.plan_of(ends, ends) is third
+    capture[0] = 0
+    assert ragged_plan.plan_of(ends, ends) is not ragged_plan.plan_of(ends, ends)
+    kept = [key for key in ragged_plan._PLANS if id(ends) in key]
+    assert {key[2] for key in kept} == {7, 8}
+    del ends
+    assert not ragged_plan._PLANS.keys() & set(kept)
+
+
 @pytest.mark.parametrize("longest", [9, 130])
 def test_a_small_batch_is_one_launch_without_lists(longest, monkeypatch):
     """Sequences may have any length, 0 too. Beyond the largest tile the long form runs, whose backward has two kernels and row sums."""

@@ -25,6 +25,8 @@ def form(request, monkeypatch):
         pytest.skip("token tiles in CUDA C++ are for sm_90")
     monkeypatch.setattr(config, "TOKENS_SM90", dict.fromkeys(config.TOKENS_SM90, 64 if request.param == "cuda" else 0))
     monkeypatch.setattr(config, "LONGEST_TOKENS_SM90", 2**16)
+    monkeypatch.setattr(config, "FEWEST_TOKENS_SM90", 0)
+    monkeypatch.setattr(config, "DROPOUT_TOKENS_SM90", 64)
     prepare.forget()
     yield request.param
     prepare.forget()

@@ -59,6 +59,7 @@ def timed(direction: str, args: VarlenArgs, dout: Tensor, shape: TokensSm90Confi
     """Microseconds of a direction, and its results. shape: None for Triton's token tiles."""
     config.TOKENS_SM90 = dict.fromkeys(config.TOKENS_SM90, 0 if shape is None else 64)
     config.MOST_TOKENS_SM90 = token_launches.MOST_NUMBERS = 2**28
+    config.FEWEST_TOKENS_SM90 = 0
     if shape is not None:
         config.TOKENS_SM90_CONFIGS[NAMES[direction], args.query.shape[2]] = shape
     call: Callable[[], tuple] = functools.partial(launchers.forward, args)

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from saccade.encoders import joined
 from saccade.encoders.state import State
+from saccade.encoders.views import move_views_out, with_views
 
 _active = threading.local()  # `fusion`: whose layers this thread runs
 # the compiler tries more shapes of its kernels: 11.6 ms in place of 12.4 of a BERT-base step of 5,181 tokens (H100)
@@ -120,9 +121,9 @@ def _compile(backend: str, graph: fx.GraphModule, inputs: list[Any]) -> Callable
     began = time.perf_counter()
     try:
         join_products(graph)
-        transposed = move_transposes_out(graph)
+        outs = move_views_out(graph)
         options = {"config_patches": _OPTIONS} if backend == "inductor" else {}
-        return _transposing(lookup_backend(backend)(graph, inputs, **options), transposed)
+        return with_views(lookup_backend(backend)(graph, inputs, **options), outs)
     finally:
         fusion = getattr(_active, "fusion", None)
         if fusion is not None:
@@ -159,40 +160,6 @@ def join_products(graph: fx.GraphModule) -> int:
     return len(wanted)
 
 
-Dims = tuple[int, int]
-
-
-def move_transposes_out(graph: fx.GraphModule) -> list[Dims | None]:
-    """Let outputs that are transposed leave a graph before that, in place; returns the dimensions that are still to be exchanged, by output.
-
-    The compiler asks that the gradient of an output of dynamic shape is contiguous. Gradients of attention lie as query, key and value do before
-    they are transposed: a copy of each took 1.3 of 14.9 ms of a BERT-base step of 5,181 tokens (H100).
-    """
-    output = next(node for node in graph.graph.nodes if node.op == "output")
-    moved: list[Dims | None] = []
-    values: list[Any] = []
-    for value in output.args[0]:
-        is_moved = isinstance(value, fx.Node) and value.op == "call_method" and value.target == "transpose" and not value.kwargs
-        is_moved = is_moved and isinstance(value.args[0], fx.Node) and value.args[0].op != "placeholder"
-        moved.append(value.args[1:] if is_moved else None)
-        values.append(value.args[0] if is_moved else value)
-    if any(moved):
-        output.args = (type(output.args[0])(values),)
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
-    return moved
-
-
-def _transposing(compiled: Callable[..., Any], moved: list[Dims | None]) -> Callable[..., Any]:
-    if not any(moved):
-        return compiled
-
-    def run(*inputs: Any) -> Any:
-        return [x if dims is None else x.transpose(*dims) for x, dims in zip(compiled(*inputs), moved, strict=True)]
-
-    return run
-
-
 def _dtype(node: fx.Node) -> Any:
     value = node.meta.get("example_value")
     return value.dtype if isinstance(value, Tensor) else None
@@ -209,6 +176,8 @@ def _join(graph: fx.Graph, nodes: list[fx.Node]) -> None:
         product = graph.call_function(joined.product, (x, weights, biases))
         parts = graph.call_function(torch.split, (product, widths, -1))
         for i, node in enumerate(nodes):
-            node.replace_all_uses_with(graph.call_function(operator.getitem, (parts, i)))
+            part = graph.call_function(operator.getitem, (parts, i))
+            part.meta.update(node.meta)
+            node.replace_all_uses_with(part)
     for node in nodes:
         graph.erase_node(node)

@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.encoders import attention, base, families
 from saccade.encoders.attention import Borders
 from saccade.encoders.base import OF_LOSSES, Encoder
-from saccade.encoders.capacity import Size, size_of
+from saccade.encoders.capacity import Size, sizes_of
 from saccade.encoders.captured import Inside, running
 from saccade.encoders.fused import Fusion
 from saccade.encoders.packing import Given, Packed, pack, packed_on_host, pieces_of, unpack
@@ -374,9 +374,10 @@ class Served(Encoder):
         return (rows,) if self.pool is None or torch.is_grad_enabled() else (rows, self.pool(rows, inputs.ends))
 
     def prepare(self, tokens: int, train: bool) -> None:
-        """Capture the capacity of so many tokens."""
+        """Capture the capacity of so many tokens, for short and for usual sequences."""
         with self.lock:
             state = self.current_state()
             device = self.state.tensors[0].device
             if base.has_graphs(device):
-                self._graphs_on(device).make(state, size_of(tokens, 1, 1, self.most), train)
+                for size in sizes_of(tokens, self.most):
+                    self._graphs_on(device).make(state, size, train)

@@ -42,6 +42,7 @@ _logger = logging.getLogger("saccade")
 _REGISTERED: set[str] = set()
 _TAKE_WINDOWS = frozenset(("auto", "ragged", "sdpa", "reference"))
 _PACKS = frozenset(("auto", *(backend.name for backend in VARLEN_BACKENDS)))
+PACKED_QKV = "_saccade_qkv"  # the attribute of a query that is a view of `[T, 3, H, D]`, as its key and value
 
 # arguments that change the result in a way that is not supported here; any value except None must stop the call
 _UNSUPPORTED = {
@@ -384,13 +385,27 @@ def _packed_attention(
     backend: str,
     window: Window | None = None,
 ) -> Tensor:
-    tokens, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    qkv = _packed_qkv(query, key, value)
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)] if qkv is None else qkv.unbind(1)
     ends_q, ends_k = (x.to(torch.int32) for x in ends)
     ends_k = ends_q if ends[1] is ends[0] else ends_k
     options = BOTTOM_RIGHT if causal else FULL, scaling, query.shape[1] != key.shape[1], None, window, False, backend
-    found = attend_packed((tokens, keys, values, ends_q, ends_k, int(longest[0]), int(longest[1]), dropout, *options))
+    found = attend_packed((*rows, ends_q, ends_k, int(longest[0]), int(longest[1]), dropout, *options), qkv)
     assert isinstance(found, Tensor), "the log-sum-exp was not asked for"
     return found.unflatten(0, (query.shape[0], query.shape[2]))
+
+
+def _packed_qkv(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+    """`[T, 3, H, D]`, whose views query, key and value are, if that was noted. Its gradient is one tensor, which nobody puts together."""
+    if torch.compiler.is_compiling():
+        return None
+    qkv: Tensor | None = getattr(query, PACKED_QKV, None)
+    if qkv is None or not (qkv.requires_grad and torch.is_grad_enabled()):
+        return None
+    parts = [(x.data_ptr(), x.shape[1:], x.stride(2)) for x in (query, key, value)]
+    heads, dim = qkv.shape[2:]
+    wanted = [(x.data_ptr(), (heads, qkv.shape[0], dim), qkv.stride(0)) for x in qkv.unbind(1)]
+    return qkv if parts == wanted else None
 
 
 @functools.cache

@@ -109,10 +109,6 @@ def _rule_of_biases(problem: Problem) -> Rule:
             f"biases were timed at {ranges}, got D = {problem.head_dim}, {problem.q_len} queries and {problem.kv_len} keys",
             _NOTES,
         )
-    if problem.key_mask:
-        return Rule(
-            "a mask of keys beside a bias was timed on these kernels, and no GPU has held its results against others yet", _NOTES
-        )
     matrices = problem.mask_rows * ((1, 1, 1) + (problem.mask_shape or ()))[-3]
     if problem.batch * problem.heads < 2 * matrices:
         return Rule("two teams of a block take rows that share a bias, and here each row and head has its own", _NOTES)

@@ -15,10 +15,10 @@ MAX_TOKENS_IN_WINDOWS = 128 * 128 * 4  # the sources count 128 segments
 TIMED_HEAD_DIM = 64
 TIMED_FROM = {"grouped heads": 33, "masks": 33, "dropout": 1}
 TIMED_TOKENS = {"grouped heads": 256, "masks": 128, "dropout": 512}
-TIMED_WINDOWS = 64  # head dims up to which packed sequences with a window of any width take these kernels
+TIMED_WINDOWS = 128  # head dims up to which packed sequences with a window of any width take these kernels
 TIMED_FORWARD = 256  # of a call without a gradient; 0.99 of torch's speed at 512 under dropout
 # A bias that rows share: the range of D and of tokens in which it was timed. Backward has no memory for its tiles beyond D = 64.
-TIMED_BIAS_HEAD_DIM, TIMED_BIAS_TOKENS = (32, 64), (256, 512)
+TIMED_BIAS_HEAD_DIM, TIMED_BIAS_TOKENS = (16, 64), (128, 1024)
 MAX_BIAS_HEAD_DIM = 64
 # D rounded up, of forward with a bias that computes weights before maxima, and looks for these only where weights are large: 265 of 298 instructions of
 # a tile, but some spilled registers: 0.97 of the time at 512 tokens, 1.01 at 256 (docs/notes/long.md). Read at each call.

@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.engine.calls import values_known
 from saccade.engine.window import has_window
 from saccade.exact.long.choice import window_of
-from saccade.exact.ragged import config, tokens_sm90
+from saccade.exact.ragged import tokens_sm90
 from saccade.exact.ragged.call import RaggedCall
 from saccade.exact.ragged.config import MOST_EAGER, TILES, TOKENS_MAX_DIM, token_config
 from saccade.exact.ragged.launches import Gradients
@@ -27,6 +27,9 @@ from saccade.nvrtc.capture import capture_id
 # Numbers (tokens x heads x D, D a power of two) up to which token tiles are one launch each way. In a CUDA graph on an H100, us forward + backward,
 # buckets of lengths in brackets, 12 heads, mean 20 tokens, the best shapes: D = 64, 64 sequences 20 (52), 256 sequences 57 (80), 1,024 sequences 194 (184).
 MOST_NUMBERS = 2**23
+# The same in backward if sequences may have more than 128 tokens, whose keys a tile takes twice: alone, of 8 / 32 sequences of mean 180 and longest 512,
+# 12 heads, D = 32, it takes 27 / 88 us and the lists 35 / 52; at D = 64 34 / 112 and 44 / 99; of 8 of 512 tokens 76 and 40, and 98 and 54 (H200).
+MOST_LONG_BACKWARD = 3 * 2**19
 _BLOCK = 128  # tokens of a program of `bounds_kernel`
 _DRAWN = 32  # rows of a program of `survivors_kernel`
 _MAX_KNOWN = 16
@@ -43,9 +46,10 @@ def takes(call: RaggedCall, direction: str) -> bool:
     numbers = call.total_q * call.heads * call.block_d
     if not capture_id(args.query.device):
         return call.eager_tokens and numbers <= MOST_EAGER
-    by_cuda = config.in_tokens_sm90(direction, call.arch, call.size, call.head_dim, max(args.max_q, args.max_k), False)
-    most = config.MOST_TOKENS_SM90 if by_cuda else MOST_NUMBERS
-    return call.total_q == call.total_k and numbers <= most
+    if call.total_q != call.total_k:
+        return False
+    is_long = direction == "backward" and max(args.max_q, args.max_k) > TILES[-1]
+    return numbers <= (MOST_LONG_BACKWARD if is_long else MOST_NUMBERS) or tokens_sm90.prefers(call, direction)
 
 
 # (id of cu_seqlens, capture) -> (the tensor, its version, bounds)

@@ -27,6 +27,7 @@ from saccade.launch.dropout import survival_inverse
 from saccade.native.described import FIXED, QUERIES, SEQUENCES
 from saccade.native.recording import varying
 from saccade.nvrtc import Bound, Options, Source, obstacles
+from saccade.nvrtc.capture import capture_id
 
 ARCHITECTURE = "90a"
 TILE, ROWS = 64, 128  # tokens of a block; rows of a tile in shared memory, which the sources fill up to ROWS - 15
@@ -59,11 +60,20 @@ def defines(
     return found | ({"STEP": shape.step} if direction == "forward" else {"HAS_DLSE": dlse})
 
 
+def prefers(call: RaggedCall, direction: str) -> bool:
+    """Whether these kernels were timed for a direction of a packed call, and are faster than Triton's."""
+    args = call.args
+    longest = max(args.max_q, args.max_k)
+    if not config.in_tokens_sm90(direction, call.arch, call.size, call.head_dim, longest, has_window(args)):
+        return False
+    numbers = call.total_q * call.heads * call.block_d
+    return not capture_id(args.query.device) or config.captured_tokens_sm90(numbers, call.head_dim, args.seed is not None)
+
+
 def takes(call: RaggedCall, direction: str, *others: Tensor) -> bool:
     """Whether these kernels compute a direction of a call that token tiles take. others: out, or dout, out and the gradients."""
     args = call.args
-    longest = max(args.max_q, args.max_k)
-    if not config.in_tokens_sm90(direction, call.arch, call.size, call.head_dim, longest, has_window(args)) or not args.scale > 0:
+    if not prefers(call, direction) or not args.scale > 0:
         return False
     if obstacles(ARCHITECTURE) or failure_of(_named(call, direction)) is not None:
         return False
