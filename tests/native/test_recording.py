@@ -266,6 +266,10 @@ def with_mask(q, k, v):
     return saccade.attention(q, k, v, torch.ones(B, 1, T, T, dtype=torch.bool).tril(), backend="short")
 
 
+def with_mask_of_keys(q, k, v, bias):
+    return saccade.attention(q, k, v, bias, key_mask=torch.arange(T).expand(B, T) > 2, backend="short")
+
+
 def ragged(longest, **options):
     lengths = [longest, 5, longest - 7]
 
@@ -292,6 +296,7 @@ FORMS = {
     "mask": (with_mask, ROWS),
     "bias": dense(*ROWS, (1, H, T, T)),
     "bias of each row": dense(*ROWS, (B, H, T, T)),
+    "bias and a mask of keys": (with_mask_of_keys, [*ROWS, (1, H, T, T)]),
     "windows": dense(*[(B, 4, H, T, D)] * 3, (4, H, T, T)),
     "qkvpacked": (lambda qkv: saccade.attention_qkvpacked(qkv, backend="short"), [(B, T, 3, H, D)]),
     "varlen": ragged(16),

@@ -121,7 +121,6 @@ def backward(
     if args.bias is not None:
         from saccade.exact.shared_bias import launchers as of_bias  # Triton, which no other call needs
 
-        refuse()  # torch adds up parts, and the numbers of the rows are no scratch memory
         by_triton = bias_grad and _is_expanded(args.bias, bias[0])
         rows = of_bias.rows_of(args, dout, dlse, out, lse, bias_grad=bias_grad, may_copy=by_triton)
         shift, inverse, delta = rows.numbers
