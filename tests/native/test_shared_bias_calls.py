@@ -145,7 +145,7 @@ def by_cpp(monkeypatch):
 )
 @pytest.mark.parametrize("trained", [False, True], ids=["constant", "trained"])
 def test_forward_and_backward(seen, trained, features, shape, monkeypatch):
-    """Of two sizes in turn."""
+    """Two sizes take turns."""
     calls, plans, planned = [Call(size, shape, features, trained, monkeypatch) for size in SIZES], [], Recorder.planned
     monkeypatch.setattr(Recorder, "planned", lambda *given: plans.append(planned(*given)) or plans[-1])
     by_python = []
