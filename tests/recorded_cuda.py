@@ -7,13 +7,15 @@ import ctypes
 import struct
 from types import SimpleNamespace
 
-from saccade.exact.long import sm90
+from saccade.exact.long import bias_gradient, sm90
 from saccade.exact.ragged import tokens_sm90
 from saccade.exact.short import sm90 as short_sm90
 from saccade.nvrtc import Options, parameters_of
 from saccade.recorder import ACTIVE
 
 NUMBERS = (11, -1, 13)
+# what the launch of a kernel does besides being written down, from Python and from C++: a function of its arguments, by the kernel's number
+EFFECTS: dict = {}
 ENCODE = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_uint64)] * 2,
     *[ctypes.POINTER(ctypes.c_uint32)] * 2, *[ctypes.c_int] * 4,
@@ -35,20 +37,35 @@ class Stub:
         shape = grid or self.shape.grid
         extents = (*(shape if isinstance(shape, tuple) else (shape,)), 1, 1)[:3]
         self.seen.append((self.function, extents, self.shape.block, self.shape.shared_bytes, tuple(maps), (*pointers, *NUMBERS)))
+        if self.function in EFFECTS:
+            EFFECTS[self.function](pointers)
 
 
 def bound_of_long(found):
     """In the place of `sm90._launch`."""
 
     def bound(direction, args, grid, written, numbers, config):
-        dropout, packed = (
-            "_dropout" * (args.seed is not None),
-            "_packed" * (args.query.dim() == 3) + "_bias" * (args.bias is not None),
-        )
+        dropout, packed = "_dropout" * (args.seed is not None), "_packed" * (args.query.dim() == 3) + _beside(args)
         shared = sm90.shared_bytes(direction, 64, config)
         return Stub(found, f"{direction}{dropout}{packed}", (grid, 1), sm90.threads(direction, config), shared)
 
     return bound
+
+
+def _beside(args) -> str:
+    """A bias of a call, and its mask of keys, as names of kernels have them."""
+    return "" if args.bias is None else "_bias" + "_keys" * (args.mask is not None)
+
+
+def call_of_bias_gradient(found):
+    """In the place of `bias_gradient._call`."""
+
+    def call(args, bias, lies, grid, each):
+        name = f"bias_gradient{'_dropout' * (args.seed is not None)}{_beside(args)}"
+        stub = Stub(found, name, (grid, each), 384, bias_gradient.shared_bytes(64))
+        return SimpleNamespace(ready=lambda device: stub)
+
+    return call
 
 
 def bound_of_tokens(found):
@@ -78,6 +95,8 @@ def functions(found: list):
             made.append((address, tuple(numbers[:4]), tuple(numbers[4:7]), tuple(numbers[7:11])))
         values = [ctypes.c_int64.from_address(places[maps + i]).value for i in range(count + len(NUMBERS))]
         found.append((kernel, (x, y, z), threads, shared, tuple(made), tuple(values)))
+        if kernel in EFFECTS:
+            EFFECTS[kernel](values)
         return 0
 
     return encode, launch
@@ -92,9 +111,21 @@ def _parameters():
             yield f"{tokens}{dropout}", parameters_of(tokens_sm90.source(direction), tokens, options)
             for packed in ("", "_packed"):
                 yield f"{direction}{dropout}{packed}", parameters_of(sm90.source(direction), f"long_{direction}_sm90", options)
-            biased = Options.of({"DROPOUT": bool(dropout), "BIAS": True})
-            yield f"{direction}{dropout}_bias", parameters_of(sm90.source(direction), f"long_{direction}_sm90", biased)
+            for keys in ("", "_keys"):
+                biased = Options.of({"DROPOUT": bool(dropout), "BIAS": True, "KEY_MASK": bool(keys)})
+                kernel = f"long_{direction}_sm90"
+                yield f"{direction}{dropout}_bias{keys}", parameters_of(sm90.source(direction), kernel, biased)
+                if direction == "backward":
+                    source = sm90.source("bias_gradient")
+                    yield f"bias_gradient{dropout}_bias{keys}", parameters_of(source, "long_bias_gradient_sm90", biased)
 
 
+_PARAMETERS = {name: (found.maps, found.pointers) for name, found in _parameters()}
 # of the kernels by the number that stands for their name: how many maps and pointers they take
-COUNTS = {sum(name.encode()): (len(found.maps), len(found.pointers)) for name, found in _parameters()}
+COUNTS = {sum(name.encode()): (len(maps), len(pointers)) for name, (maps, pointers) in _PARAMETERS.items()}
+assert len(COUNTS) == len(_PARAMETERS), "two kernels have one number"
+
+
+def parameters(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the maps and of the pointers of a kernel."""
+    return _PARAMETERS[name]

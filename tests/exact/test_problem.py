@@ -171,6 +171,17 @@ def test_host_time_counts_unless_cpp_makes_the_call_again(monkeypatch):
     assert replayed_by_cpp(other, None) == other
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4, 8), (2, 2, 3, 4, 8)], ids=["rows", "windows"])
+def test_host_time_counts_beside_a_mask_of_keys(monkeypatch, shape):
+    """Though C++ replays such calls: no choice was measured with that."""
+    monkeypatch.setattr(native, "calls", object())
+    x, bias, seen = torch.randn(shape), torch.randn(2, 3, 4, 4), torch.ones(*shape[:-3], 4, dtype=torch.bool)
+    problem = describe_attention(x, x, x, bias, 0.0, False, None, False, None, False, False, False)
+    assert not problem.host_counts
+    beside = describe_attention(x, x, x, bias, 0.0, False, None, False, None, False, False, False, None, seen)
+    assert beside == replace(problem, key_mask=True, host_counts=True)
+
+
 def test_a_number_is_refused_though_an_equal_one_is_remembered():
     query = torch.randn(1, 2, 4, 8)
     saccade.attention(query, query, query, scale=1.0, backend="reference")

@@ -176,6 +176,23 @@ def test_a_bias_whose_heads_lie_inside_of_its_keys():
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("far", [None, -math.inf, -65504.0, 3000.0])
+def test_numbers_of_rows_need_no_copy_of_the_bias(far):
+    """For kernels of another family, which read the bias themselves. Rows with a far lse are formed again, from either."""
+    args, dout = record(rows=5, tokens=33, keys=70, dtype=torch.float16)
+    if far is not None:
+        args.bias[:, :, 2], args.bias[:, :, 4, 1:], args.bias[:, :, 8, ::3] = far, far, far
+    out, lse = launchers.forward(args)
+    found = [
+        launchers.rows_of(args, dout, None, out, lse, bias_grad=True, config=FORMS["apart"], may_copy=copied)
+        for copied in (True, False)
+    ]
+    copy, bias = [x.given.bias for x in found]
+    assert (copy.data_ptr() != args.bias.data_ptr(), bias.data_ptr() != args.bias.data_ptr()) == (True, False)
+    assert torch.equal(*[x.numbers for x in found])
+    assert bool((found[0].numbers[0] != -math.log2(math.e) * lse).any()) == (far is not None)
+
+
 # --- biases at the limits of numbers
 
 FAR = [-math.inf, -65504.0, -3.4e38, 3e38, 1e9, -1e9, 3000.0]

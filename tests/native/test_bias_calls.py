@@ -6,6 +6,7 @@ import pytest
 import torch
 from recorded_triton import recording
 
+import saccade
 from saccade import native
 from saccade.engine.dispatch import Plan
 from saccade.engine.prepare import Prepared
@@ -13,7 +14,9 @@ from saccade.exact import replay
 from saccade.exact.args import AttentionArgs
 from saccade.exact.op import OPS
 from saccade.exact.problem import by_window, describe_attention, in_one_batch
+from saccade.exact.recorded import begin_recording
 from saccade.exact.short.backend import SHORT
+from saccade.exact.short.launch import BACKWARD_TENSORS, FORWARD_TENSORS
 from saccade.native.recording import Recorder
 
 BATCH, HEADS, LENGTH, DIM = 3, 2, 40, 16
@@ -157,3 +160,49 @@ def test_what_stays_with_python(seen):
         )
         assert (len(native.calls) > before) == taken
         assert problem.host_counts != taken  # what C++ does not take costs host time, by which `auto` chooses
+
+
+@pytest.mark.parametrize(
+    ("windows", "lengths"), [(False, False), (False, True), (True, False)], ids=["rows", "lengths", "windows"]
+)
+def test_a_mask_of_keys_beside_a_bias(seen, windows, lengths, monkeypatch):
+    """The public function: C++ launches as Python does, with the bias, the lengths and the mask of each call in their places."""
+    monkeypatch.setattr("saccade.exact.api.begin", begin_recording)
+    rows, shape = ((BATCH, 4), (4, HEADS, LENGTH, LENGTH)) if windows else ((BATCH,), (1, HEADS, LENGTH, LENGTH))
+    launched = []
+    for times in range(3):
+        leaves = [torch.randn(*rows, HEADS, LENGTH, DIM).half().requires_grad_() for _ in range(3)]
+        leaves.append(torch.randn(shape).half().requires_grad_())
+        mask, real = torch.rand(*rows, LENGTH) > 0.3, torch.full((BATCH,), 9, dtype=torch.int32) if lengths else None
+        if lengths:
+            native.calls.checked(real, LENGTH)
+        known = (
+            dict(zip(("query", "key", "value", "bias"), leaves, strict=True))
+            | {"mask": mask}
+            | ({"lengths": real} if lengths else {})
+        )
+        if times == 2:
+            monkeypatch.setattr("saccade.exact.api.prepare_attention", lambda *given: pytest.fail("Python makes the call"))
+            monkeypatch.setattr(OPS, "launchers", lambda name: pytest.fail("Python makes the gradient"))
+        out = saccade.attention(*leaves, key_mask=mask, lengths=real, backend="short")
+        dout = torch.randn_like(out)
+        found = torch.autograd.grad(out, leaves, dout)
+        known |= {"out": out, "dout": dout} | dict(zip(("dquery", "dkey", "dvalue"), found, strict=False))
+        launched.append([named(x, known) for x in seen[-2:]])
+    assert len(native.calls) == 1
+    assert launched[0] == launched[1] == launched[2]
+    for (_, _, values), names in zip(launched[2], (FORWARD_TENSORS, BACKWARD_TENSORS), strict=True):
+        found = dict(zip(names, values, strict=False))
+        assert (found["bias"], found["mask"], found["lengths"]) == ("bias", "mask", "lengths" if lengths else "query")
+
+
+def test_torch_is_not_given_a_mask_of_keys_alone(seen, monkeypatch):
+    """Its function takes one mask, so Python joins both at each call."""
+    monkeypatch.setattr("saccade.exact.api.begin", begin_recording)
+    leaves = [torch.randn(BATCH, HEADS, LENGTH, DIM) for _ in range(3)]
+    bias, mask = torch.randn(1, HEADS, LENGTH, LENGTH), torch.rand(BATCH, LENGTH) > 0.3
+    joined = torch.where(mask[:, None, None], bias, float("-inf"))
+    wanted = torch.nn.functional.scaled_dot_product_attention(*leaves, joined)
+    for _ in range(3):
+        torch.testing.assert_close(saccade.attention(*leaves, bias, key_mask=mask, backend="sdpa"), wanted)
+    assert len(native.calls) == 0

@@ -701,21 +701,22 @@ def test_ops_return_all_their_results(module, launched):
     assert all(not x.requires_grad for x in memory.compute(*back))
 
 
+@pytest.mark.parametrize("programs", [1, 2])
 @pytest.mark.parametrize(("shape", "groups"), [((HEADS, TIME, TIME), HEADS), ((1, HEADS, 1, TIME), HEADS), ((TIME, 1), 1)])
-def test_shares_of_the_gradient_of_a_bias_are_added_up(module, launched, shape, groups):
-    """Two programs of each group leave one; the bias may have one row or column for all."""
+def test_shares_of_the_gradient_of_a_bias_are_added_up(module, launched, shape, groups, programs):
+    """One or two programs of each group leave one; the bias may have one row or column for all."""
     memory, tensors, bias = module.Memory(), inputs(), torch.randn(shape, requires_grad=True)
-    call, shares = (*tensors, bias), torch.randn(2, groups, TIME, TIME)
-    # slots of backward: inputs and bias, lse, dout, four gradients, scratch; the copy stands for a kernel that leaves the shares
+    call, shares = (*tensors, bias), torch.randn(programs, groups, TIME, TIME)
+    # slots of backward: inputs and bias, lse, dout, four gradients, two pieces of scratch; the copy stands for a kernel that leaves the shares
     launches = [
         launch_of(BACKWARD, (0, 1, 2, 4, 5, 6, 7, 8)),
-        Described(COPY, (1, 1, 1), 32, 4 * shares.numel(), (-1, 10), (shares.data_ptr(), 0)),
+        Described(COPY, (1, 1, 1), 32, 4 * shares.numel(), (-1, 11), (shares.data_ptr(), 0)),
     ]
 
     key = memory.key(call)
 
     def plan(*given):
-        assert memory.remember_backward(key, given, Planned(launches, (4 * shares.numel(),), (), (groups, TIME, TIME)))
+        assert memory.remember_backward(key, given, Planned(launches, (64, 4 * shares.numel()), (), (1, groups, TIME, TIME)))
         return (*by_python(*given[:3], *given[4:6]), torch.zeros(shape))
 
     gradients = [torch.empty_like(x, device="meta") for x in call]

@@ -171,43 +171,6 @@ def test_grouped_heads(seen, dropout_p, lengths, monkeypatch):
     check(seen, long.LONG, long_launchers.forward, long_launchers.backward, 197, lengths, False, monkeypatch, dropout_p, 2)
 
 
-BIASES = {
-    "rows": lambda: torch.randn(1, HEADS, 197, 200).bfloat16()[..., :197],
-    "rows-and-heads": lambda: torch.randn(197, 200).bfloat16()[:, :197],
-    "copied": lambda: torch.randn(1, HEADS, 197, 197).bfloat16(),
-}
-
-
-@pytest.mark.parametrize("kind", BIASES)
-@pytest.mark.parametrize("dropout_p", [0.0, 0.2], ids=["all", "dropout"])
-@pytest.mark.parametrize("needs_grad", [False, True], ids=["constant", "trained"])
-def test_forward_with_a_bias(seen, needs_grad, dropout_p, kind):
-    """C++ makes the launch of forward, unless the bias is copied for it; backward is left to Python."""
-    call, leaves, given, _ = arguments(197, False, False, dropout_p)
-    bias = BIASES[kind]().requires_grad_(needs_grad)
-    leaves = [x.requires_grad_(needs_grad) for x in leaves]
-    call = (*leaves, bias, *call[4:])
-    problem = describe_attention(*leaves, bias, dropout_p, False, None, False, None, False, False, needs_grad)
-    prepared = Prepared(Plan(problem, long.LONG, named=True))
-    seed = torch.tensor([5]) if dropout_p else None
-    args = AttentionArgs(*given.values(), None, bias.detach(), None, seed, dropout_p, False, 0.125, launches=prepared.launches)
-    with Recorder() as recorder:
-        out, lse = long_launchers.forward(args)
-    known = given | {"bias": bias}
-    by_python = named(seen.pop(), known | {"out": out})
-    replay.record(prepared, call, (*leaves, bias), args, out, lse, recorder)
-    assert (len(native.calls), prepared.refused) == ((0, True) if kind == "copied" else (1, False))
-    if kind == "copied":
-        return
-    assert "bias" in {at for at, *_ in by_python[4]}
-    for _ in range(3):
-        made = native.calls.run(*call)
-        assert made.stride() == out.stride()
-        assert made.requires_grad is needs_grad
-        assert named(seen.pop(), known | {"out": made}) == by_python
-    assert not seen
-
-
 def test_the_plan_of_backward_is_found_by_cpp_alone(seen, monkeypatch):
     """Python plans the first backward; later ones never reach it."""
     calls = []

@@ -149,13 +149,100 @@ def test_rows_beyond_128_tokens(length, dim, causal, calls):
     again(lambda: saccade.attention_qkvpacked(qkv, is_causal=causal, backend="long"), [qkv])
 
 
+# (D, features, dtype, shape of the bias before its queries and keys)
+SHARED_BIASES = [
+    (32, (), torch.bfloat16, (1, 4)),
+    (32, ("keys",), torch.bfloat16, (1, 4)),
+    (64, (), torch.float16, ()),
+    (64, ("keys",), torch.float16, (3, 4)),  # of each of three windows
+    (64, ("keys", "lengths"), torch.bfloat16, (12, 1)),
+    (64, ("dropout",), torch.bfloat16, (1, 4)),
+    (64, ("keys", "dropout"), torch.bfloat16, (12, 4)),
+]
+
+
+def share_a_bias(size, dim, features, dtype, shape):
+    """12 rows of 4 heads and a bias, which has a row of finfo.min, and the options of a call."""
+    batch = (4, 3) if shape[:1] == (3,) else (12,)
+    rows = [torch.randn(*batch, n, 4, dim, device="cuda", dtype=dtype).transpose(-3, -2) for n in (size[0], *[size[1]] * 2)]
+    bias = torch.randn(*shape, *size, device="cuda", dtype=dtype)
+    bias[..., 3, :] = torch.finfo(dtype).min
+    options = {"dropout_p": 0.25} if "dropout" in features else {}
+    if "keys" in features:
+        options["key_mask"] = torch.rand(*batch, size[1], device="cuda") > 0.3
+        options["key_mask"].view(-1, size[1])[5] = False  # a row that sees no key
+    if "lengths" in features:
+        options["lengths"] = torch.randint(1, size[1] + 1, batch, device="cuda", dtype=torch.int32)
+    return (*rows, bias), options, torch.randn_like(rows[0])
+
+
 @pytest.mark.sm90
-@pytest.mark.parametrize(("length", "dim"), [(200, 64), (136, 32), (256, 32)])
-def test_forward_of_rows_that_share_a_bias(length, dim, calls):
-    """C++ makes forward, and Python backward."""
-    leaves = tensors(length, dim)
-    bias = torch.randn(1, leaves[0].shape[1], length, length, device="cuda", dtype=leaves[0].dtype, requires_grad=True)
-    again(lambda: saccade.attention(*leaves, bias, backend="long"), [*leaves, bias])
+@pytest.mark.parametrize("trained", [False, True], ids=["constant", "trained"])
+@pytest.mark.parametrize("kind", SHARED_BIASES, ids=str)
+def test_rows_that_share_a_bias(kind, trained, calls, monkeypatch):
+    """Both directions, of two sizes in turn, with the bits of Python's launches and of torch's sum of the parts."""
+
+    def run(given, options, dout):
+        leaves = [x.detach().requires_grad_(i < 3 or trained) for i, x in enumerate(given)]
+        if "lengths" in options:
+            calls.checked(options["lengths"], leaves[1].shape[-2])
+        torch.manual_seed(5)
+        out = saccade.attention(*leaves, backend="long", **options)
+        by_cpp = out.grad_fn.name() == "saccade::KnownAttentionBackward"
+        return by_cpp, [out, *torch.autograd.grad(out, [x for x in leaves if x.requires_grad], dout)]
+
+    sizes = (256, 384), (136, 200)
+    for size in sizes:
+        assert [run(*share_a_bias(size, *kind))[0] for _ in range(2)] == [False, True]  # the latter's backward is Python's
+    assert len(calls) == 2
+    for size in (*sizes, *sizes):
+        call = share_a_bias(size, *kind)
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "calls", None)
+            made, expected = run(*call)
+            assert not made
+        with monkeypatch.context() as patch:
+            patch.setattr("saccade.exact.api.prepare_attention", lambda *given: pytest.fail("Python makes the call"))
+            patch.setattr(OPS, "launchers", lambda name: pytest.fail("Python makes the gradient"))
+            made, found = run(*call)
+            assert made
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y)
+            assert (x.stride(), x.dtype) == (y.stride(), y.dtype)
+    assert len(calls) == 2
+
+
+@pytest.mark.sm90
+def test_a_bias_that_rows_share_under_hooks_and_in_a_graph(calls):
+    """Gradients are right for copies of saved tensors, in a captured call and with a bias that is copied; a gradient of the gradient is refused."""
+    leaves, options, dout = share_a_bias((256, 256), 32, ("keys",), torch.bfloat16, (1, 4))
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def call():
+        return saccade.attention(*leaves, backend="long", **options)
+
+    expected = torch.autograd.grad(call(), leaves, dout)
+    for way in (call, call, lambda: on_cpu(call), lambda: torch.utils.checkpoint.checkpoint(call, use_reentrant=False)):
+        for x, y in zip(torch.autograd.grad(way(), leaves, dout), expected, strict=True):
+            assert torch.equal(x, y)
+    (dbias,) = torch.autograd.grad(call(), leaves[3:], dout, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dbias.float().sum().backward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(call(), leaves, dout)
+    graph.replay()
+    for x, y in zip(captured, expected, strict=True):
+        assert torch.equal(x, y)
+    # the copy engine cannot read it, and reads a copy; far rows are formed again from the bias itself, perhaps by other instructions
+    known, turned = len(calls), leaves[3].detach().mT.contiguous().mT.requires_grad_()
+    for _ in range(3):
+        found = torch.autograd.grad(
+            saccade.attention(*leaves[:3], turned, backend="long", **options), [*leaves[:3], turned], dout
+        )
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-6)
+    assert len(calls) == known
 
 
 @pytest.mark.parametrize(

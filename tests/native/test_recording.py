@@ -196,10 +196,12 @@ def test_memory_that_came_after_a_launch_was_not_its():
 def test_shares_of_a_gradient_are_added_by_cpp():
     query, dquery, dbias = torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(2, 4, 4)
     with Recorder() as recorder:
-        shares(2, 4, 4)
-        launch(query, dquery, scratch((6, 4, 4), torch.float32, query.device))
+        first = scratch((5,), torch.float32, query.device)
+        made = shares((6, 4, 4), 2, query.device)
+        launch(query, dquery, first, made, scratch((7,), torch.float32, query.device))
     planned = recorder.planned((query, dquery, dbias), 1)
-    assert (planned.shares, planned.scratch) == ((2, 4, 4), (384,))
+    assert (made.shape, made.dtype) == ((6, 4, 4), torch.float32)
+    assert (planned.shares, planned.scratch) == ((1, 2, 4, 4), (20, 384, 28))
 
 
 def test_tables_that_last():
@@ -264,6 +266,10 @@ def with_mask(q, k, v):
     return saccade.attention(q, k, v, torch.ones(B, 1, T, T, dtype=torch.bool).tril(), backend="short")
 
 
+def with_mask_of_keys(q, k, v, bias):
+    return saccade.attention(q, k, v, bias, key_mask=torch.arange(T).expand(B, T) > 2, backend="short")
+
+
 def ragged(longest, **options):
     lengths = [longest, 5, longest - 7]
 
@@ -290,6 +296,7 @@ FORMS = {
     "mask": (with_mask, ROWS),
     "bias": dense(*ROWS, (1, H, T, T)),
     "bias of each row": dense(*ROWS, (B, H, T, T)),
+    "bias and a mask of keys": (with_mask_of_keys, [*ROWS, (1, H, T, T)]),
     "windows": dense(*[(B, 4, H, T, D)] * 3, (4, H, T, T)),
     "qkvpacked": (lambda qkv: saccade.attention_qkvpacked(qkv, backend="short"), [(B, T, 3, H, D)]),
     "varlen": ragged(16),

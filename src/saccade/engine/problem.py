@@ -212,7 +212,7 @@ def replayable(problem: Problem) -> bool:
     """Whether C++ can replay such a call (`saccade.native`)."""
     if problem.mask == "bias" and problem.heads != problem.kv_heads:
         return False  # the gradient of a bias leaves dK and dV of each query head, which Python adds up
-    return problem.rank == 4 and not problem.return_lse and problem.window is None and not problem.key_mask
+    return problem.rank == 4 and not problem.return_lse and problem.window is None
 
 
 def compiled_or_captured(tensor: Tensor) -> bool:

@@ -30,6 +30,7 @@ from saccade.exact.problem import (
     by_window,
     check_packed,
     in_one_batch,
+    mask_of_keys,
     with_key_mask,
 )
 from saccade.exact.replay import begin, record
@@ -208,7 +209,7 @@ def attention(
     if problem.windows:
         out, lse = by_window(problem, out), None if lse is None else by_window(problem, lse)
     if recorder is not None:
-        tensors = (query, key, value, attn_mask, lengths)
+        tensors = (query, key, value, attn_mask, lengths, key_mask)
         record(prepared, call, tuple([x for x in tensors if x is not None]), args, out, lse, recorder)
     return (out, lse) if problem.return_lse and lse is not None else out
 
@@ -226,7 +227,7 @@ def _args_of(
     problem = prepared.problem
     mask, bias = split_mask(problem, attn_mask)
     if key_mask is not None:
-        mask = key_mask.flatten(0, -2)[:, None, None]
+        mask = mask_of_keys(key_mask)
     if problem.windows:
         query, key, value = in_one_batch(query), in_one_batch(key), in_one_batch(value)
         bias = None if bias is None else in_one_batch(bias)

@@ -49,14 +49,15 @@ def describe_attention(
         check_alone(window, "attn_mask", attn_mask)
         # C++ replays no call with a window
         return replace(problem, window=restricting(window, problem.is_causal), host_counts=not compiled_or_captured(query))
-    if key_mask is not None:
-        # C++ replays no call with a bias and a mask of keys
-        problem = replace(problem, key_mask=True, host_counts=not compiled_or_captured(query))
-    if attn_mask is None or not _has_bias_for_each_window(problem, tuple(attn_mask.shape)):
+    if attn_mask is not None and _has_bias_for_each_window(problem, tuple(attn_mask.shape)):
+        images, windows = problem.batch_shape
+        shape = tuple(attn_mask.shape[-4:])
+        problem = replace(problem, batch_shape=(images * windows,), rank=4, windows=windows, mask_shape=shape)
+        problem = replayed_by_cpp(problem, attn_mask)
+    if key_mask is None:
         return problem
-    images, windows = problem.batch_shape
-    problem = replace(problem, batch_shape=(images * windows,), rank=4, windows=windows, mask_shape=tuple(attn_mask.shape[-4:]))
-    return replayed_by_cpp(problem, attn_mask)
+    # C++ replays those of some backends, but `auto` was never measured with them: it counts their host time as Python's
+    return replace(problem, key_mask=True, host_counts=not compiled_or_captured(query))
 
 
 def with_key_mask(
@@ -87,6 +88,11 @@ def with_key_mask(
         return attn_mask, key_mask
     rows = key_mask[..., None, None, :]
     return (rows if attn_mask is None else attn_mask & rows), None
+
+
+def mask_of_keys(key_mask: Tensor) -> Tensor:
+    """A mask of keys `[*batch, Tk]` as kernels are given it, `[B, 1, 1, Tk]`: a view where the layout allows one."""
+    return key_mask.flatten(0, -2)[:, None, None]
 
 
 def problem_of(args: AttentionArgs, return_lse: bool = False) -> Problem:

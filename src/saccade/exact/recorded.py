@@ -12,6 +12,7 @@ from saccade import native
 from saccade.engine import prepare
 from saccade.engine.prepare import Prepared
 from saccade.exact.ops import Ops
+from saccade.exact.problem import mask_of_keys
 from saccade.native.recording import Recorder
 
 
@@ -81,4 +82,6 @@ class Backward(NamedTuple):
             found |= zip(("query", "key", "value"), self.ops.rows.unpack(found["qkv"]), strict=True)
         if "cu_seqlens" in found:
             found |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), found["cu_seqlens"])
+        if "key_mask" in found:
+            found["mask"] = mask_of_keys(found["key_mask"])
         return found

@@ -36,7 +36,7 @@ def record(
     """Describe a call that Python has made to C++.
 
     call: all arguments of the public function, in their order. inputs: the tensors among them, query, key and value or one packed
-        tensor, then the mask or bias if there is one, then the lengths.
+        tensor, then the mask or bias if there is one, then the lengths, then the mask of keys beside a bias.
     """
     problem, chosen, told = prepared.problem, prepared.backend, False
     prepared.recorded.remember(native.calls.key(call), True)
@@ -51,7 +51,7 @@ def _record_torch(prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], a
     """Describe a call that torch's own function computes; whether C++ can replay it."""
     problem, added = prepared.problem, args.mask if args.bias is None else args.bias
     grouped = problem.heads != problem.kv_heads
-    if inputs[0].dim() == 5 or not prepared.backend.takes_as_it_is(args) or (grouped and added is not None):
+    if inputs[0].dim() == 5 or not prepared.backend.takes_as_it_is(args) or (grouped and added is not None) or problem.key_mask:
         return False
     seen = hidden = None
     if args.mask is not None:
@@ -66,28 +66,34 @@ def _record_ours(
     """Describe a call that our own kernels compute; whether C++ can replay it."""
     problem, chosen = prepared.problem, prepared.backend
     packed, seed = problem.packed, () if args.seed is None else (args.seed,)
+    names, given = _names(args, packed), inputs
     # what the kernel took in the place of what was given: lengths of another dtype as int32, of an expanded mask one row
-    wide = args.lengths is not None and args.lengths is not inputs[-1]
-    mask = 1 if packed else 3
-    expanded = mask if args.mask is not None and args.mask is not inputs[mask] else -1
-    taken = [x for x in (args.mask, args.bias, args.lengths) if x is not None]
-    inputs, given = (*inputs[: len(inputs) - len(taken)], *taken), inputs
+    replaced = ("lengths", "mask")
+    inputs = tuple([getattr(args, name) if name in replaced else x for name, x in zip(names, given, strict=True)])
+    lengths, mask = [names.index(name) if name in names else -1 for name in replaced]
+    wide = lengths >= 0 and inputs[lengths] is not given[lengths]
+    expanded = mask if mask >= 0 and inputs[mask] is not given[mask] else -1
     forward = recorder.planned((*inputs, out, lse, *seed), len(inputs))
     if forward is None:
         return False
-    added = [name for name in ("mask", "bias", "lengths") if getattr(args, name) is not None]
-    names = (*(("qkv",) if packed else ("query", "key", "value")), *added)
     empty = [_like(x, packed) for x in (inputs[:1] if packed else args[:3])] if problem.needs_grad else []
     if problem.bias_grad and args.bias is not None:
         empty.append(torch.empty(args.bias.shape, dtype=args.bias.dtype, device="meta"))
     if problem.windows:
         empty = [by_window(problem, x) for x in empty[:3]] + [x.view(given[3].shape) for x in empty[3:]]
-    lengths = -1 if args.lengths is None else len(inputs) - 1
     form = (packed, chosen.saves_output, bool(seed), lengths, problem.kv_len, wide, expanded)
     folds = (_in_one_batch, lambda rows: tuple([by_window(problem, x) for x in rows])) if problem.windows else (dict, tuple)
     backward = Backward(OPS, prepared, native.calls.key(call), names, bool(seed), numbers_of(OPS, args), (), *folds)
     native.calls.remember(call, out.transpose(1, 2) if packed else out, lse, forward, empty, backward, form)
     return True
+
+
+def _names(args: AttentionArgs, packed: bool) -> tuple[str, ...]:
+    """Names of the tensors among the arguments of the public function, in their order. A mask beside a bias is the one of keys, which is the last."""
+    rows = ("qkv",) if packed else ("query", "key", "value")
+    beside = args.mask is not None and args.bias is not None
+    added = [name for name in ("mask", "bias", "lengths") if getattr(args, name) is not None and not (beside and name == "mask")]
+    return (*rows, *added, *["key_mask"] * beside)
 
 
 def _like(tensor: Tensor, packed: bool) -> Tensor:
@@ -99,5 +105,6 @@ def _like(tensor: Tensor, packed: bool) -> Tensor:
 
 def _in_one_batch(tensors: dict[str, Any]) -> dict[str, Any]:
     """Tensors of images and windows as kernels take them."""
-    folded = {name: in_one_batch(x) for name, x in tensors.items() if name in ("query", "key", "value", "mask", "bias", "dout")}
+    rows = ("query", "key", "value", "mask", "bias", "dout", "out")
+    folded = {name: in_one_batch(x) for name, x in tensors.items() if name in rows}
     return tensors | folded | {"lse": tensors["lse"].flatten(0, 1)}

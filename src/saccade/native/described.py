@@ -61,8 +61,8 @@ class Planned(NamedTuple):
     """The launches of a call in one direction.
 
     scratch: bytes of each piece of memory that they share; the pieces take the slots behind all others. per_query: of a ragged call, the bytes
-        that come to them for each token of q. shares: (groups, Tq, Tk) where the launches leave float32 shares of the gradient of a bias in the
-        first piece, `[.., groups, Tq, Tk]`, which is then their sum.
+        that come to them for each token of q. shares: (piece, groups, Tq, Tk) where the launches leave float32 shares of the gradient of a bias
+        in that piece, `[.., groups, Tq, Tk]`, which is then their sum.
     """
 
     launches: list[Described]

@@ -52,10 +52,12 @@ def refuse() -> None:
         ACTIVE.recorder.refused = True
 
 
-def shares(groups: int, q_len: int, kv_len: int) -> None:
-    """The first piece of scratch memory has the gradient of a bias in shares, which are added after the launches (see `Planned`)."""
+def shares(shape: Sequence[int], groups: int, device: torch.device) -> Tensor:
+    """Scratch memory `[.., Tq, Tk]`, float32, for shares of the gradient of a bias, which are added after the launches (see `Planned`)."""
+    made = scratch(shape, torch.float32, device)
     if ACTIVE.recorder is not None:
-        ACTIVE.recorder.shares = (groups, q_len, kv_len)
+        ACTIVE.recorder.note_shares(groups, *shape[-2:])
+    return made
 
 
 class Recorder:
@@ -131,6 +133,10 @@ class Recorder:
         size = made.element_size() * math.prod(made.shape)
         self._scratch.append(made)
         self._rules.append((0, size // queries) if queries else (size, 0))
+
+    def note_shares(self, groups: int, q_len: int, kv_len: int) -> None:
+        """The newest scratch memory has the gradient of a bias in shares (see `shares`)."""
+        self.shares = len(self._scratch) - 1, groups, q_len, kv_len
 
     def planned(self, tensors: Sequence[Tensor], given: int) -> Planned | None:
         """The launches, in terms of the slots of tensors; None if C++ cannot replay them.

@@ -29,7 +29,7 @@ FEWEST_WIDE = 264  # beyond D = 64
 # Numbers of q from which an eager call that Python launches takes longer than our host time, of forward and with backward, halved up to D = 32
 # (short_sizes: forward 1.01x at 1,536 problems of S = 197, D = 64, with backward 0.93x at 3,072 of them and 1.43x at 3,072 of S = 257)
 FEWEST_FORWARD, FEWEST = 2**24, 3 * 2**24
-# The same for calls with a bias, in pairs of a query and a key (B * H * Tq * Tk): those of `shared_bias`, which Python launches likewise
+# The same for calls with a bias, in pairs of a query and a key (B * H * Tq * Tk): those of `shared_bias`, found when Python launched both families
 FEWEST_PAIRS, FEWEST_PAIRS_GRAD = 2**24, 5 * 2**24
 
 

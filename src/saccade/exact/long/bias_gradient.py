@@ -12,6 +12,7 @@ from saccade.hardware import multiprocessors
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import CudaLaunch
 from saccade.launch.dropout import survival_inverse, word_threshold
+from saccade.native.recording import shares
 from saccade.nvrtc import Options
 
 DIRECTION = "bias_gradient"
@@ -66,7 +67,7 @@ def gradient(args: VarlenArgs, dout: Tensor, numbers: Tensor) -> Tensor:
     )  # rows, or rows and heads, that share a matrix
     tiles = bias.shape[0] * bias.shape[1] * -(-args.max_q // _SIDE) * -(-args.max_k // _SIDE)
     each, parts = parts_of(tiles, members, multiprocessors(device))
-    sums = torch.empty(parts, *bias.shape, dtype=torch.float32, device=device)
+    sums = shares((parts, *bias.shape), bias.shape[0] * bias.shape[1], device)
     lies = {} if args.mask is None else key_mask.strides_of(args.mask)
     key = (
         bias.shape,

@@ -121,8 +121,8 @@ def backward(
     if args.bias is not None:
         from saccade.exact.shared_bias import launchers as of_bias  # Triton, which no other call needs
 
-        refuse()  # torch adds up parts, and the numbers of the rows are no scratch memory
-        rows = of_bias.rows_of(args, dout, dlse, out, lse, bias_grad=bias_grad)
+        by_triton = bias_grad and _is_expanded(args.bias, bias[0])
+        rows = of_bias.rows_of(args, dout, dlse, out, lse, bias_grad=bias_grad, may_copy=by_triton)
         shift, inverse, delta = rows.numbers
         sm90.run_backward(known.plan, moved, _lengths_at(args), None, shift, delta, gradients, _mask_of(args), args.seed, inverse)
         return dq, dk, dv, _bias_gradient(args, moved, rows) if bias_grad else None
@@ -136,13 +136,18 @@ def backward(
     return dq, dk, dv, None
 
 
+def _is_expanded(bias: Tensor, found: Tensor) -> bool:
+    """Whether a bias was expanded over rows or heads, of which `readable` has found one."""
+    return bias[(None,) * (4 - bias.dim())].shape[:2] != found.shape[:2]
+
+
 def _bias_gradient(args: AttentionArgs, moved: tuple[Tensor, ...], rows: Rows) -> Tensor:
     """dbias, in the shape and dtype of the bias. One that was expanded over rows or heads, whose gradient is that of each, is left to `shared_bias`."""
     from saccade.exact.shared_bias import launchers as of_bias
 
     query, key, value, dout, _, bias = moved
     assert args.bias is not None, "the call has a bias"
-    if args.bias[(None,) * (4 - args.bias.dim())].shape[:2] != bias.shape[:2]:
+    if _is_expanded(args.bias, bias):
         return of_bias.gradient_of(rows, args.bias)
     call = of_dense(args)._replace(query=query, key=key, value=value, bias=bias)
     return of_bias.in_shape_of(bias_gradient.gradient(call, dout, rows.numbers), args.bias)

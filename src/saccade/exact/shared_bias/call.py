@@ -31,9 +31,12 @@ class Given(NamedTuple):
 
 
 class SharedBiasCall:
-    """A call without its data. Its tensors have dense last dimensions; its bias is a view `[W, H, Tq, Tk]`, with strides of 0 where it broadcasts."""
+    """A call without its data. Its tensors have dense last dimensions; its bias is a view `[W, H, Tq, Tk]`, with strides of 0 where it broadcasts.
 
-    def __init__(self, args: AttentionArgs, config: Config | None = None, bias_grad: bool = False):
+    may_copy: the bias is copied where whole tiles pay, as every kernel reads it.
+    """
+
+    def __init__(self, args: AttentionArgs, config: Config | None = None, bias_grad: bool = False, may_copy: bool = True):
         query, key, bias = args.query, args.key, args.bias
         assert bias is not None, "the backend takes calls with a bias"
         self.batch, self.heads, self.q_len, self.head_dim = query.shape
@@ -53,7 +56,7 @@ class SharedBiasCall:
         self.padded = self.kv_len % WIDEST == 0
         # T5's bias is a view of `[Tq, Tk, H]`
         good = self.padded and rows.stride(3) == 1
-        self.copies = not good and self.members >= _SHARING and rows.shape[3] == self.kv_len
+        self.copies = may_copy and not good and self.members >= _SHARING and rows.shape[3] == self.kv_len
         self.padded |= self.copies
         self._remembered: dict[Any, Any] = {}
         self._note_strides(self.given(args))
@@ -121,14 +124,15 @@ class SharedBiasCall:
         return self.padded, self.unit, self.block_d != self.head_dim, wide, self.wide_bias, self.precision
 
 
-def call_of(args: AttentionArgs, config: Config | None, bias_grad: bool) -> SharedBiasCall:
+def call_of(args: AttentionArgs, config: Config | None, bias_grad: bool, may_copy: bool = True) -> SharedBiasCall:
     """The call of these arguments: that of its signature, if the call was prepared."""
     if args.launches is None:
-        return SharedBiasCall(args, config, bias_grad)
+        return SharedBiasCall(args, config, bias_grad, may_copy)
     chosen = config or config_of(pow2(max(16, args.query.shape[3])), args.query.element_size(), arch_of(args.query.device))
-    found = args.launches.get(("shared_bias", bias_grad))
+    key = "shared_bias", bias_grad, may_copy
+    found = args.launches.get(key)
     if found is None or found.config is not chosen:
-        found = args.launches.remember(("shared_bias", bias_grad), SharedBiasCall(args, chosen, bias_grad))
+        found = args.launches.remember(key, SharedBiasCall(args, chosen, bias_grad, may_copy))
     return found
 
 

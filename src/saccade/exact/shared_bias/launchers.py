@@ -67,10 +67,12 @@ def rows_of(
     *,
     bias_grad: bool,
     config: Config | None = None,
+    may_copy: bool = True,
 ) -> Rows:
-    """The numbers from which weights are taken again, for the kernels of backward, those of other families too."""
+    """The numbers from which weights are taken again, for the kernels of backward, those of other families too. may_copy: as of `SharedBiasCall`; the
+    kernel of the numbers itself reads the bias of rows with a far lse alone."""
     args, dout = _with_dense_rows(args), dense_last(dout)
-    call = call_of(args, config, bias_grad)
+    call = call_of(args, config, bias_grad, may_copy)
     given = call.given(args)
     return Rows(call, given, dout, launches.rows(call, given, dout, dlse, dense_last(out), lse))
 

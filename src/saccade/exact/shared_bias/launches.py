@@ -13,6 +13,7 @@ from saccade.exact.shared_bias.call import Given, SharedBiasCall
 from saccade.exact.shared_bias.config import Shape
 from saccade.exact.shared_bias.forward import forward_kernel
 from saccade.launch.triton import launch
+from saccade.native.recording import scratch
 
 
 def _tiles(extent: int, tile: int) -> int:
@@ -56,7 +57,7 @@ def _with(plan: tuple[int, tuple], tensors: tuple[Tensor, ...]) -> tuple[int, tu
 
 def rows(call: SharedBiasCall, given: Given, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
     """The numbers of each query, float32 `[3, B, H, Tq]`."""
-    numbers = torch.empty((3, *lse.shape), dtype=torch.float32, device=lse.device)
+    numbers = scratch((3, *lse.shape), torch.float32, lse.device)
     shape, strides = call.config.queries, _strides(dout, out)
 
     def plan() -> tuple[int, tuple]:

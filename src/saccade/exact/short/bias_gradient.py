@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.native.recording import scratch, shares
+from saccade.native.recording import shares
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class BiasSharing:
         shape = self.programs, self.q_len, self.kv_len
         if self.final:
             return torch.empty(shape, dtype=self.dtype, device=device)
-        shares(self.groups, self.q_len, self.kv_len)
-        return scratch(shape, torch.float32, device)
+        return shares(shape, self.groups, device)
 
     def reduce(self, partial: Tensor, bias: Tensor) -> Tensor:
         """The gradient, in the shape and dtype of the bias."""

@@ -68,12 +68,13 @@ struct Saved {
 };
 
 // The gradient of a bias, of which each program leaves a share, float32 [.., groups, Tq, Tk]: summed over the programs, and over queries or keys
-// where the bias has one.
-Tensor total(const Tensor& memory, const std::vector<int64_t>& shares, const Layout& wanted) {
-    Tensor sum = memory.view(at::kFloat).view({-1, shares[0], shares[1], shares[2]}).sum(0);
+// where the bias has one. A single share is the sum.
+Tensor total(const std::vector<Tensor>& pieces, const std::vector<int64_t>& shares, const Layout& wanted) {
+    Tensor sum = pieces[shares[0]].view(at::kFloat).view({-1, shares[1], shares[2], shares[3]});
+    sum = sum.size(0) == 1 ? sum[0] : sum.sum(0);
     const int64_t queries = wanted.sizes.size() < 2 ? 1 : wanted.sizes[wanted.sizes.size() - 2], keys = wanted.sizes.empty() ? 1 : wanted.sizes.back();
-    if (queries == 1 && shares[1] > 1) sum = sum.sum(1, true);
-    if (keys == 1 && shares[2] > 1) sum = sum.sum(2, true);
+    if (queries == 1 && shares[2] > 1) sum = sum.sum(1, true);
+    if (keys == 1 && shares[3] > 1) sum = sum.sum(2, true);
     return sum.to(wanted.dtype).view(wanted.sizes);
 }
 
@@ -149,12 +150,13 @@ struct Backward : Node {
                                            : layout.allocate(device));
             tensors.push_back(found.back());
         }
-        const size_t first_piece = tensors.size();
-        planned->allocate(tensors, ragged, device);
         for (size_t i = addresses.size(); i < tensors.size(); ++i) addresses.push_back(start_of(tensors[i]));
+        std::vector<Tensor> pieces;
+        planned->allocate(pieces, ragged, device);
+        for (const Tensor& piece : pieces) addresses.push_back(start_of(piece));
         void* stream = stream_of(device);
         for (const Launch& launch : planned->launches) launch.enqueue(addresses, ragged, stream);
-        if (!planned->shares.empty()) found.back() = total(tensors[first_piece], planned->shares, call->gradients.back());
+        if (!planned->shares.empty()) found.back() = total(pieces, planned->shares, call->gradients.back());
         return found;
     }
 

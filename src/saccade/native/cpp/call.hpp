@@ -74,7 +74,7 @@ void describe_starts(Key& key, const std::vector<int64_t>& starts) {
 struct Planned {
     std::vector<Launch> launches;
     std::vector<int64_t> scratch, per_query;
-    std::vector<int64_t> shares;  // (groups, Tq, Tk): the last gradient is the sum of what the launches leave in the first piece; else empty
+    std::vector<int64_t> shares;  // (piece, groups, Tq, Tk): the last gradient is the sum of what the launches leave in that piece; else empty
 
     int64_t bytes(size_t piece, const Ragged& ragged) const {
         return scratch[piece] + (per_query.empty() ? 0 : per_query[piece] * ragged.numbers[Ragged::QUERIES]);

@@ -83,12 +83,13 @@ std::vector<Launch> launches_of(PyObject* sequence) {
     return found;
 }
 
-// ([launches], (bytes of each piece of scratch memory), (bytes for each token of q), (groups, Tq, Tk) or ())
+// ([launches], (bytes of each piece of scratch memory), (bytes for each token of q), (piece, groups, Tq, Tk) or ())
 Planned planned_of(PyObject* described) {
     TORCH_CHECK(PyTuple_Check(described) && PyTuple_GET_SIZE(described) == 4, "a plan has four parts");
     Planned planned{launches_of(PyTuple_GET_ITEM(described, 0)), numbers(PyTuple_GET_ITEM(described, 1)), numbers(PyTuple_GET_ITEM(described, 2)),
                     numbers(PyTuple_GET_ITEM(described, 3))};
-    TORCH_CHECK(planned.shares.empty() || (planned.shares.size() == 3 && !planned.scratch.empty()), "shares are (groups, Tq, Tk) of a piece of scratch memory");
+    const bool whole = planned.shares.size() == 4 && planned.shares[0] >= 0 && planned.shares[0] < static_cast<int64_t>(planned.scratch.size());
+    TORCH_CHECK(planned.shares.empty() || whole, "shares are (piece, groups, Tq, Tk) of a piece of scratch memory");
     TORCH_CHECK(planned.per_query.empty() || planned.per_query.size() == planned.scratch.size(), "scratch and per_query are of the same pieces");
     return planned;
 }
