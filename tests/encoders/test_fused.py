@@ -100,7 +100,7 @@ def test_a_failing_compiler_leaves_the_layers_as_they_are():
     one = fused("bert")
     one.fusion.backend = "no such backend"
     with torch.no_grad():
-        number = one.fusion.ready(one.state, one._example)
+        number = one.fusion.ready(one.state, lambda: one._example(64))
         assert number == one.state.read()
         assert "no such backend" in one.fusion.failed
         torch.testing.assert_close(computed(one.run_fused, one, (5, 9)), computed(one.run, one, (5, 9)))
@@ -137,7 +137,7 @@ def moved(name="bert"):
     twin = made(name)[1].float().eval()
     before = one.state.read()
     with torch.no_grad():
-        number = one.fusion.ready(one.state, one._example)
+        number = one.fusion.ready(one.state, lambda: one._example(64))
     assert number != before
     assert one.fusion.knows(number)
     return one, twin
@@ -195,7 +195,7 @@ def test_weights_that_moved_away_are_put_together_again(change):
         number = one.state.read()
         assert not one.fusion.knows(number)
         parameters = list(model.parameters())
-        one.fusion.ready(one.state, one._example)
+        one.fusion.ready(one.state, lambda: one._example(64))
         assert all(x is y for x, y in zip(model.parameters(), parameters, strict=True))
         with joined.looking() as wanted:
             torch.testing.assert_close(computed(one.run_fused, one, (5, 9)), computed(one.run, one, (5, 9)), rtol=1e-5, atol=1e-5)
@@ -232,7 +232,7 @@ def test_restore_gives_each_its_own_memory():
     one = handle.served[0]
     one.fusion.backend = "aot_eager"
     with torch.no_grad():
-        one.fusion.ready(one.state, one._example)
+        one.fusion.ready(one.state, lambda: one._example(64))
     memories = [(x.address, x.address + x.memory.nbytes) for x in one.fusion._joined]
     handle.restore()
     assert memories

@@ -508,6 +508,7 @@ CAPTURED = {"host_counts": False, "python_counts": False}
         ({"batch": 100}, "eager call of 46,570,800 pairs is host time"),
         ({"batch": 100, "grad": False}, ""),
         ({"batch": 100, **CAPTURED}, ""),
+        ({"batch": 2, "host_counts": False}, ""),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import saccade
 from saccade import native
 from saccade.engine import prepare
+from saccade.exact.long import config as long_config
 from saccade.exact.ragged import config, token_launches, tokens_sm90
 from saccade.exact.testing.varlen_cases import VARLEN, VarlenCase
 from saccade.exact.testing.varlen_check import check_varlen
@@ -27,6 +28,7 @@ def form(request, monkeypatch):
     monkeypatch.setattr(config, "LONGEST_TOKENS_SM90", 2**16)
     monkeypatch.setattr(config, "FEWEST_TOKENS_SM90", 0)
     monkeypatch.setattr(config, "DROPOUT_TOKENS_SM90", 64)
+    monkeypatch.setattr(long_config, "TIMED_WINDOWS", 0)
     prepare.forget()
     yield request.param
     prepare.forget()

@@ -54,10 +54,7 @@ def describe_attention(
         shape = tuple(attn_mask.shape[-4:])
         problem = replace(problem, batch_shape=(images * windows,), rank=4, windows=windows, mask_shape=shape)
         problem = replayed_by_cpp(problem, attn_mask)
-    if key_mask is None:
-        return problem
-    # C++ replays those of some backends, but `auto` was never measured with them: it counts their host time as Python's
-    return replace(problem, key_mask=True, host_counts=not compiled_or_captured(query))
+    return problem if key_mask is None else replace(problem, key_mask=True)
 
 
 def with_key_mask(

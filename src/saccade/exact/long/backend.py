@@ -29,7 +29,8 @@ FEWEST_WIDE = 264  # beyond D = 64
 # Numbers of q from which an eager call that Python launches takes longer than our host time, of forward and with backward, halved up to D = 32
 # (short_sizes: forward 1.01x at 1,536 problems of S = 197, D = 64, with backward 0.93x at 3,072 of them and 1.43x at 3,072 of S = 257)
 FEWEST_FORWARD, FEWEST = 2**24, 3 * 2**24
-# The same for calls with a bias, in pairs of a query and a key (B * H * Tq * Tk): those of `shared_bias`, found when Python launched both families
+# The same for calls with a bias that C++ does not replay, in pairs of a query and a key (B * H * Tq * Tk): those of `shared_bias`. Replayed calls take
+# 8 to 15 us of the host and with backward 140 to 190, torch's 14 to 30 and 150 to 230 (H200, docs/notes/long.md)
 FEWEST_PAIRS, FEWEST_PAIRS_GRAD = 2**24, 5 * 2**24
 
 
@@ -113,7 +114,7 @@ def _rule_of_biases(problem: Problem) -> Rule:
     if problem.batch * problem.heads < 2 * matrices:
         return Rule("two teams of a block take rows that share a bias, and here each row and head has its own", _NOTES)
     pairs = problem.batch * problem.heads * problem.q_len * problem.kv_len
-    if problem.python_counts and pairs < (FEWEST_PAIRS_GRAD if problem.needs_grad else FEWEST_PAIRS):
+    if problem.host_counts and pairs < (FEWEST_PAIRS_GRAD if problem.needs_grad else FEWEST_PAIRS):
         return Rule(f"the time of an eager call of {pairs:,} pairs is host time, of which torch's function needs less", _NOTES)
     return taken(_NOTES, "a bias that rows share, whose tiles two of them read at once")
 
