@@ -4,13 +4,11 @@ Lengths are spread evenly from a fifth of the longest to the longest, some 38,00
 bandwidth of a plain copy; wide windows and head dims are bound by products instead. Peers: FlashAttention-4's varlen function and torch's
 `varlen_attn`, both with the window, FlexAttention with a block mask of sequences and window, compiled for the shape, and torch's function on the padded
 batch with a mask of window and padding. Rows with the note `captured` are replays of a CUDA graph. FlexAttention and torch's padded function have none: their
-captures fail, and leave torch's generator unusable. `chunks` is `ragged` with the kernels of sm_90 for long sequences where it does not take them by
-itself: beyond D = 64.
+captures fail, and leave torch's generator unusable. FlexAttention is compiled for some eight seconds a shape, so at D = 64 alone.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +19,6 @@ from tables.short_ragged import both_ways
 from torch import Tensor
 
 import saccade
-from saccade.engine import prepare
-from saccade.exact.long import config
 from saccade.hardware import has_package
 from saccade.testing.timing import Timing
 
@@ -30,7 +26,7 @@ DEVICE = "cuda"
 _TOKENS = 38_000
 _MOST_MASK = 2**30  # numbers of the mask of a padded batch, beyond which it is not tried
 Window = tuple[int, int]
-CAPTURED = ("ragged", "chunks", "auto", "varlen_attn", "fa4")
+CAPTURED = ("ragged", "auto", "varlen_attn", "fa4")
 
 
 @dataclass(frozen=True)
@@ -74,9 +70,7 @@ def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
         offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
         roofs, found = _roofs(shape, int(lengths.sum()), bandwidth), {}
         for name, call in _calls(shape, lengths, offsets).items():
-            with in_chunks() if name == "chunks" else contextlib.nullcontext():
-                ways = both_ways(name, call, repeat_ms, captured=name in CAPTURED)
-            for kind, timings in ways.items():
+            for kind, timings in both_ways(name, call, repeat_ms, captured=name in CAPTURED).items():
                 for direction, timing in timings.items():
                     row = Row("windows", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note=kind)
                     writer.add(row)
@@ -85,21 +79,9 @@ def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
         _say(shape, found, roofs)
 
 
-@contextlib.contextmanager
-def in_chunks() -> Iterator[None]:
-    """Windows of any head dim go to the kernels for long sequences."""
-    before, config.TIMED_WINDOWS = config.TIMED_WINDOWS, config.MAX_HEAD_DIM
-    prepare.forget()  # C++ would replay the launches of the others
-    try:
-        yield
-    finally:
-        config.TIMED_WINDOWS = before
-        prepare.forget()
-
-
 def _say(shape: Shape, found: dict[str, dict[str, Timing]], roofs: dict[str, float]) -> None:
     totals = {name: times["fwd"].p50 + times["bwd"].p50 for name, times in found.items()}
-    others = [(total, name) for name, total in totals.items() if name not in ("ragged", "chunks", "auto")]
+    others = [(total, name) for name, total in totals.items() if name not in ("ragged", "auto")]
     if "ragged" not in found or not others:
         return
     ours, (best, peer) = found["ragged"], min(others)
@@ -153,11 +135,10 @@ def _calls(shape: Shape, lengths: Tensor, offsets: Tensor) -> dict[str, Callable
         "ragged": functools.partial(packed, functools.partial(ours, backend="ragged")),
         "auto": functools.partial(packed, ours),
         "varlen_attn": functools.partial(packed, functools.partial(torch_windowed, shape)),
-        "flex": flex,
         "sdpa_padded": padded,
     }
-    if config.TIMED_WINDOWS < shape.dim <= config.MAX_HEAD_DIM:
-        found["chunks"] = found["ragged"]
+    if shape.dim == 64:
+        found["flex"] = flex
     if has_package("flash_attn"):
         found["fa4"] = functools.partial(packed, functools.partial(fa4_windowed, shape))
     return found
