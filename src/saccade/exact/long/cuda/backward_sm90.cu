@@ -76,6 +76,13 @@ struct LongBackwardShared : Memory {
 };
 static_assert(LongBackwardShared::BARRIERS_AT + 8 * BARRIERS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
+// chunks of queries from `first` to before `end`
+struct Chunks {
+    int first, end;
+
+    __device__ __forceinline__ bool have(int chunk) const { return first <= chunk && chunk < end; }
+};
+
 // 128 keys of an item, and the chunks of queries that meet them
 struct Round {
     Item item;
@@ -121,6 +128,11 @@ struct Round {
         if (!WINDOW) return chunks();
         const int last = min(start / ROUND_ROWS, (segment + 1) * SEGMENT - 1);
         return last >= last_round() ? chunks() : first_from(last + 1);
+    }
+    // The chunks that see a key of a warpgroup, with a WINDOW. It passes others that the round meets.
+    __device__ __forceinline__ Chunks seeing(int warpgroup) const {
+        const int key = start + 64 * warpgroup, end = min(key + 64, item.k_len);
+        return key < end ? Chunks{(key - item.reach()) >> 6, (end - item.back() + 63) >> 6} : Chunks{0, 0};
     }
     // the first key of the last round that a chunk meets
     __device__ __forceinline__ int last_start(int chunk) const {
@@ -367,16 +379,22 @@ struct Keys {
     // the chunks of a query head
     __device__ __forceinline__ void compute(const Round& round, int head) {
         int c = round.first_chunk();
-        int whole = round.item.q_len / CHUNK_ROWS;
-        if (WINDOW) whole = min(whole, round.end_chunk());
+        int whole = round.item.q_len / CHUNK_ROWS, end = 0;
+        if (WINDOW) {
+            const Chunks own = round.seeing(warpgroup);
+            const int before = min(own.first, round.end_chunk());
+            pass(round, c, before);
+            c = max(c, before), end = min(own.end, round.end_chunk()), whole = min(whole, end);
+        }
 #pragma unroll 1
         for (; c < whole; c++) {
             const u32 survivors = survivors_of(round, head, c);
             await_chunk();
             chunk<64>(round, head, c, survivors);
         }
+        if (WINDOW && c >= end) return pass(round, c, round.end_chunk());
         if (c >= round.end_chunk()) return;
-        const int rows = round.item.q_len - c * CHUNK_ROWS;
+        const int rows = round.item.q_len - c * CHUNK_ROWS;  // of the last chunk of all
         const u32 survivors = survivors_of(round, head, c);
         await_chunk();
         clear_behind(rows);
@@ -385,10 +403,10 @@ struct Keys {
         else chunk<16>(round, head, c, survivors);
     }
 
-    // the same for a round of which this warpgroup has no key
-    __device__ __forceinline__ void pass(const Round& round) {
+    // chunks that see no key of this warpgroup, or of which it has none
+    __device__ __forceinline__ void pass(const Round& round, int first, int end) {
 #pragma unroll 1
-        for (int c = round.first_chunk(); c < round.end_chunk(); c++) {
+        for (int c = first; c < end; c++) {
             await_chunk();
             clear_behind(round.item.q_len - c * CHUNK_ROWS);
             if (step >= 2) barrier_wait(shared.barrier(SCORES_READ + step % 2), (step / 2 - 1) & 1);
@@ -414,7 +432,7 @@ struct Keys {
                 for (int member = 0; member < group.members(); member++) compute(round, group.query_head(round.item.head, member));
             } else {
 #pragma unroll 1
-                for (int member = 0; member < group.members(); member++) pass(round);
+                for (int member = 0; member < group.members(); member++) pass(round, round.first_chunk(), round.end_chunk());
             }
             warp_arrives(shared.barrier(KEYS_READ + number % 2), arriving);
             const int first = own_row(round.start + 64 * warpgroup);
@@ -445,15 +463,22 @@ struct Queries {
     __device__ __forceinline__ Queries(LongBackwardShared shared, float* parked, Group group, Window window, int places)
         : shared(shared), parked(parked), group(group), window(window), places(places) {}
 
-    // 64 columns of dQ += dS K over 16 STEPS keys
+    // 64 columns of dQ += dS K over 16 STEPS keys, from key `first` on
     template <int STEPS>
-    __device__ __forceinline__ void multiply(float (&dquery)[PART / 2], int block) {
+    __device__ __forceinline__ void multiply(float (&dquery)[PART / 2], int block, int first) {
         products_begin();
 #pragma unroll
         for (int s = 0; s < STEPS; s++)
-            Products<PART>::add_transposed(dquery, ScoreTile::rows(shared.low(shared.dscores(step)), 16 * s), KeyTile::rows(shared.low(shared.key(number)), 16 * s, block));
+            Products<PART>::add_transposed(dquery, ScoreTile::rows(shared.low(shared.dscores(step)), first + 16 * s), KeyTile::rows(shared.low(shared.key(number)), first + 16 * s, block));
         products_commit();
         products_wait<0>();
+    }
+
+    // the same over the keys of the warpgroups that have written dS of a chunk
+    __device__ __forceinline__ void multiply_seen(float (&dquery)[PART / 2], int block, const Round& round, int c) {
+        const bool first = round.seeing(0).have(c), second = round.seeing(1).have(c);
+        if (first && second) multiply<ROUND_ROWS / 16>(dquery, block, 0);
+        else if (first || second) multiply<ROUND_ROWS / 32>(dquery, block, second ? 64 : 0);
     }
 
     template <int STEPS>
@@ -475,7 +500,8 @@ struct Queries {
                 dquery[4 * i] = x.x, dquery[4 * i + 1] = x.y, dquery[4 * i + 2] = x.z, dquery[4 * i + 3] = x.w;
             }
             if (block == 0) barrier_wait(shared.barrier(SCORES + step % 2), step / 2 & 1);
-            multiply<STEPS>(dquery, block);
+            if (WINDOW) multiply_seen(dquery, block, round, c);
+            else multiply<STEPS>(dquery, block, 0);
             if (block == HEAD_DIM / PART - 1) warp_arrives(shared.barrier(SCORES_READ + step % 2), arriving);
             if (round.start < round.last_start(c)) {
 #pragma unroll
@@ -509,7 +535,7 @@ struct Queries {
             barrier_wait(shared.barrier(KEYS + number % 2), number / 2 & 1);
             const Round round = read_round(shared.round(number), window);
             if (round.start < 0) return;
-            if (round.keys() > 64) compute<ROUND_ROWS / 16>(round, out);
+            if (WINDOW || round.keys() > 64) compute<ROUND_ROWS / 16>(round, out);
             else compute<ROUND_ROWS / 32>(round, out);
             warp_arrives(shared.barrier(KEYS_READ + number % 2), arriving);
         }
