@@ -27,9 +27,10 @@
 // (rows_of_bias.cuh): lse has lost the logarithm of the sum where scores are as far off as finfo.min. The gradient of the bias is another kernel's. A
 // KEY_MASK is two bytes for a thread and a round, those of its two keys.
 //
-// With a WINDOW a block takes the keys of a segment, SEGMENT rounds, so that a long sequence occupies many blocks. Queries whose window begins in a segment
+// With a WINDOW a block takes the keys of a segment, so that a long sequence occupies many blocks. Queries whose window begins in a segment
 // are its own: it writes their dQ, and goes on to the rounds behind its end that their windows reach, of which it writes no dK and dV. A round meets the
-// chunks that see its keys alone, and unfinished dQ has a place for as many chunks as a window reaches at a time.
+// chunks that see its keys alone, and unfinished dQ has a place for as many chunks as a window reaches at a time. A segment has SEGMENT rounds. If SEGMENT
+// is 1, each block has an equal share of all rounds, one behind another, and what it has of a sequence is a segment.
 //
 // Compiled with the macros of chunks_sm90.cuh, STAGES, SEGMENT, OWN_DELTA (0: delta is given, since O does not fit beside the others), KEY_REGISTERS,
 // QUERY_REGISTERS, LOAD_REGISTERS and SHARED_BYTES.
@@ -43,8 +44,8 @@
 #include "rows_of_bias.cuh"
 #endif
 
-constexpr int CHUNK_ROWS = 64, ROUND_ROWS = 128, ROUNDS_KNOWN = 4, SEGMENT_ROWS = SEGMENT * ROUND_ROWS;
-constexpr int SEGMENTS = ROUND_ROWS;  // of a sequence: the first key of a round, a multiple of ROUND_ROWS, is told with its segment in one number
+constexpr int CHUNK_ROWS = 64, ROUND_ROWS = 128, ROUNDS_KNOWN = 4;
+constexpr int ROUND_BITS = 10;  // of the number of a round; it is told with those of its segment's first one and end in one word
 using KeyTile = Tile<HEAD_DIM, ROUND_ROWS>;
 using QueryTile = Tile<HEAD_DIM, CHUNK_ROWS>;
 using ScoreTile = Tile<CHUNK_ROWS, ROUND_ROWS>;  // rows are keys
@@ -87,7 +88,7 @@ struct Chunks {
 struct Round {
     Item item;
     int start;  // the first key; -1 behind the last round of the block
-    int segment;  // of a WINDOW: the number of its own keys' segment
+    int first, end;  // of a WINDOW: the rounds of its segment
 
     __device__ __forceinline__ int rounds() const { return max(1, (item.k_rows + ROUND_ROWS - 1) / ROUND_ROWS); }
     __device__ __forceinline__ int chunks() const { return max(!WINDOW, (item.q_len + CHUNK_ROWS - 1) / CHUNK_ROWS); }
@@ -101,10 +102,10 @@ struct Round {
 
     // Whether dK and dV of its keys are another segment's; whether a chunk's dQ is this one's; whether the chunk is met for the first time, and whether
     // its dQ was begun before.
-    __device__ __forceinline__ bool is_beyond() const { return WINDOW && start >= (segment + 1) * SEGMENT_ROWS; }
-    __device__ __forceinline__ bool owns(int chunk) const { return !WINDOW || first_of(chunk) >= segment * SEGMENT; }
+    __device__ __forceinline__ bool is_beyond() const { return WINDOW && start >= end * ROUND_ROWS; }
+    __device__ __forceinline__ bool owns(int chunk) const { return !WINDOW || first_of(chunk) >= first; }
     __device__ __forceinline__ bool opens(int chunk) const {
-        return WINDOW ? start == max(first_of(chunk), segment * SEGMENT) * ROUND_ROWS : start == 0;
+        return WINDOW ? start == max(first_of(chunk), first) * ROUND_ROWS : start == 0;
     }
     __device__ __forceinline__ bool continues(int chunk) const { return WINDOW ? start > first_of(chunk) * ROUND_ROWS : start > 0; }
     // whether the block goes on with this round
@@ -117,8 +118,8 @@ struct Round {
     __device__ __forceinline__ int first_chunk() const {
         if (WINDOW) {
             if (start > last_round() * ROUND_ROWS) return chunks();
-            const int first = start == 0 ? 0 : between(0, (start - item.reach()) >> 6, chunks());
-            return is_beyond() ? max(first, first_from(segment * SEGMENT)) : first;
+            const int met = start == 0 ? 0 : between(0, (start - item.reach()) >> 6, chunks());
+            return is_beyond() ? max(met, first_from(first)) : met;
         }
         if (start == 0) return 0;
         if (start >= item.k_len) return chunks() - 1;
@@ -126,13 +127,13 @@ struct Round {
     }
     __device__ __forceinline__ int end_chunk() const {
         if (!WINDOW) return chunks();
-        const int last = min(start / ROUND_ROWS, (segment + 1) * SEGMENT - 1);
+        const int last = min(start / ROUND_ROWS, end - 1);
         return last >= last_round() ? chunks() : first_from(last + 1);
     }
     // The chunks that see a key of a warpgroup, with a WINDOW. It passes others that the round meets.
     __device__ __forceinline__ Chunks seeing(int warpgroup) const {
-        const int key = start + 64 * warpgroup, end = min(key + 64, item.k_len);
-        return key < end ? Chunks{(key - item.reach()) >> 6, (end - item.back() + 63) >> 6} : Chunks{0, 0};
+        const int key = start + 64 * warpgroup, behind = min(key + 64, item.k_len);
+        return key < behind ? Chunks{(key - item.reach()) >> 6, (behind - item.back() + 63) >> 6} : Chunks{0, 0};
     }
     // the first key of the last round that a chunk meets
     __device__ __forceinline__ int last_start(int chunk) const {
@@ -146,14 +147,16 @@ struct Round {
 
 __device__ __forceinline__ void write_round(u32 to, const Round& r) {
     const Item& it = r.item;
-    tell(to, {it.head, it.told_row(), it.q_first, it.q_len, it.k_first, it.k_len, it.k_rows, r.start < 0 ? -1 : r.start + r.segment});
+    const int place = WINDOW ? r.start / ROUND_ROWS | r.first << ROUND_BITS | r.end << 2 * ROUND_BITS : r.start;
+    tell(to, {it.head, it.told_row(), it.q_first, it.q_len, it.k_first, it.k_len, it.k_rows, r.start < 0 ? -1 : place});
 }
 __device__ __forceinline__ Round read_round(u32 from, const Window& window) {
     const int head = told(from, 0), row = told(from, 1);
     const Item item{head, Item::batch_of(row), told(from, 2), told(from, 3), told(from, 4), told(from, 5), told(from, 6), row, window};
-    const int start = told(from, 7);
-    if (!WINDOW || start < 0) return Round{item, start, 0};
-    return Round{item, start / ROUND_ROWS * ROUND_ROWS, start % SEGMENTS};
+    const int place = told(from, 7);
+    if (!WINDOW || place < 0) return Round{item, place, 0, 0};
+    constexpr int ROUNDS = 1 << ROUND_BITS;
+    return Round{item, place % ROUNDS * ROUND_ROWS, place >> ROUND_BITS & ROUNDS - 1, place >> 2 * ROUND_BITS};
 }
 
 // The rows of a round where results are written. With GROUPED heads they are read once more, for the loops around a chunk leave them no registers.
@@ -684,27 +687,51 @@ struct Loads {
         return row % 2 ? row * int(gridDim.x) + width - 1 - place : number;
     }
 
+    // all rounds of an item, or those of a segment and behind it
+    __device__ __forceinline__ void walk(Round& round) {
+#pragma unroll 1
+        for (; round.is_there(); round.start += ROUND_ROWS) {
+            ask_round(round);
+            if (WINDOW && round.first_chunk() >= round.end_chunk()) tell_rows();  // no chunk follows that would tell those of the one before
+#pragma unroll 1
+            for (int member = 0; member < group.members(); member++) {
+                const int head = group.query_head(round.item.head, member);
+#pragma unroll 1
+                for (int c = round.first_chunk(), end = round.end_chunk(); c < end; c++) ask_chunk(round, head, c);
+            }
+        }
+    }
+
+    // The share of this block: of all rounds of each head, if PACKED, or of each head of a row.
+    __device__ __forceinline__ void walk_share(const Batch& batch, const Window& window) {
+        const int rounds = PACKED ? *batch.count : max(1, (batch.max_k + ROUND_ROWS - 1) / ROUND_ROWS), times = PACKED ? batch.heads : batch.items();
+        const long long all = (long long)rounds * times;
+        const int end = int(all * (blockIdx.x + 1) / gridDim.x);
+#pragma unroll 1
+        for (int number = int(all * blockIdx.x / gridDim.x); number < end;) {
+            const int time = unsigned(number) / unsigned(rounds), at = number - time * rounds, index = PACKED ? at * batch.heads + time : time;
+            Round round{batch.item(index, window), 0, PACKED ? batch.part(index) : at, 0};
+            round.start = round.first * ROUND_ROWS, round.end = min(round.first + end - number, round.rounds());
+            number += max(1, round.end - round.first);
+            walk(round);
+        }
+    }
+
     __device__ __forceinline__ void run(const Batch& batch, const Window& window) {
-        const int items = batch.items(), segments = WINDOW && !PACKED ? (batch.max_k + SEGMENT_ROWS - 1) / SEGMENT_ROWS : 1;
+        if (WINDOW && SEGMENT == 1) {
+            walk_share(batch, window);
+        } else {
+            const int items = batch.items(), segments = WINDOW && !PACKED ? (batch.max_k + SEGMENT * ROUND_ROWS - 1) / (SEGMENT * ROUND_ROWS) : 1;
 #pragma unroll 1
-        for (int number = blockIdx.x; number < (WINDOW ? items * segments : items); number += gridDim.x) {
-            const int index = WINDOW ? there_and_back(number, items * segments) : number;
-            Round round{batch.item(WINDOW ? index % items : index, window), 0, 0};
-            if (WINDOW) round.segment = PACKED ? batch.part(index) : index / items, round.start = round.segment * SEGMENT_ROWS;
-#pragma unroll 1
-            for (; round.is_there(); round.start += ROUND_ROWS) {
-                ask_round(round);
-                if (WINDOW && round.first_chunk() >= round.end_chunk()) tell_rows();  // no chunk follows that would tell those of the one before
-#pragma unroll 1
-                for (int member = 0; member < group.members(); member++) {
-                    const int head = group.query_head(round.item.head, member);
-#pragma unroll 1
-                    for (int c = round.first_chunk(), end = round.end_chunk(); c < end; c++) ask_chunk(round, head, c);
-                }
+            for (int number = blockIdx.x; number < (WINDOW ? items * segments : items); number += gridDim.x) {
+                const int index = WINDOW ? there_and_back(number, items * segments) : number;
+                Round round{batch.item(WINDOW ? index % items : index, window), 0, 0, 0};
+                if (WINDOW) round.first = (PACKED ? batch.part(index) : index / items) * SEGMENT, round.end = round.first + SEGMENT, round.start = round.first * ROUND_ROWS;
+                walk(round);
             }
         }
         tell_rows();
-        ask_round(Round{Item{}, -1, 0});
+        ask_round(Round{Item{}, -1, 0, 0});
     }
 };
 
