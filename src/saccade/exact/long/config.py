@@ -8,8 +8,11 @@ from dataclasses import dataclass
 MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
 # With a window a block of backward takes a segment of keys: so many rounds of 128, the first of these numbers that gives every multiprocessor one. It
 # goes on behind the segment as far as a window reaches: for 512 keys before and behind a query half as much work in four rounds, but 1/8 in 16.
+# If a sequence may be longer than the largest, blocks have equal shares of all rounds instead: segments of 16 rounds would leave 0.19 of the
+# multiprocessors' time idle at 8,192 tokens and windows of 256, and shares 0.06 (a prediction, docs/notes/long.md).
 SEGMENTS = (16, 8, 4)
-MAX_TOKENS_IN_WINDOWS = 128 * 128 * 4  # the sources count 128 segments
+SHARES = 1  # in the place of a segment's rounds
+MAX_TOKENS_IN_WINDOWS = 2**16  # the sources count up to 1,023 rounds
 # Features with which the kernels were timed (docs/notes/long.md): one at a time, up to this D and from another on,
 # and for dense rows up to so many tokens. `auto` takes no backend `long` for other calls, and the ragged family computes them by Triton. Read at each call.
 TIMED_HEAD_DIM = 64
@@ -27,8 +30,10 @@ LATE_MAXIMA = (32,)
 MAX_SHARING = 8192
 
 
-def segment_rounds(rounds: int, multiprocessors: int) -> int:
-    """Rounds of a segment. rounds: of all sequences and key heads of a call."""
+def segment_rounds(rounds: int, longest: int, multiprocessors: int) -> int:
+    """Rounds of a segment, or SHARES. rounds: of all sequences and key heads of a call. longest: those of the longest sequence."""
+    if longest > SEGMENTS[0]:
+        return SHARES
     return next((n for n in SEGMENTS if rounds >= n * multiprocessors), SEGMENTS[-1])
 
 

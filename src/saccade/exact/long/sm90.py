@@ -230,11 +230,11 @@ def _segment(args: VarlenArgs) -> int:
         return 0
     dense = args.query.dim() == 4
     rounds = args.key.shape[0] * -(-args.max_k // ROUND_ROWS) if dense else args.key.shape[0] // ROUND_ROWS
-    return segment_rounds(rounds * args.key.shape[1], multiprocessors(args.query.device))
+    return segment_rounds(rounds * args.key.shape[1], -(-args.max_k // ROUND_ROWS), multiprocessors(args.query.device))
 
 
 def segment_rows(args: VarlenArgs) -> int:
-    """Keys of a segment, of which a block of backward takes one of a window."""
+    """Keys of a segment, of which a block of backward takes one of a window; if it takes a share of all rounds, those of a round."""
     return _segment(args) * ROUND_ROWS
 
 

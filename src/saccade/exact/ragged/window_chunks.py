@@ -85,8 +85,9 @@ def backward(call: RaggedCall, dout: Tensor, dlse: Tensor | None, out: Tensor, l
     args, longest = call.args, _any_size(call)
     try:
         delta = _delta(call, dout, dlse, out, lse)
-        segments = longest_first(_offsets(call, 1), sm90.segment_rows(args))
-        sm90.backward(args, *segments, dout, dlse, out, lse, delta, gradients, longest=longest)
+        rows = sm90.segment_rows(args)
+        listed = (in_order if rows == sm90.ROUND_ROWS else longest_first)(_offsets(call, 1), rows)
+        sm90.backward(args, *listed, dout, dlse, out, lse, delta, gradients, longest=longest)
     except FAILURES as error:
         disable(named("backward", kind_of(call.args)), "token tiles", error)
         return False

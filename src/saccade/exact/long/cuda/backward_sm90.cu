@@ -27,9 +27,10 @@
 // (rows_of_bias.cuh): lse has lost the logarithm of the sum where scores are as far off as finfo.min. The gradient of the bias is another kernel's. A
 // KEY_MASK is two bytes for a thread and a round, those of its two keys.
 //
-// With a WINDOW a block takes the keys of a segment, SEGMENT rounds, so that a long sequence occupies many blocks. Queries whose window begins in a segment
+// With a WINDOW a block takes the keys of a segment, so that a long sequence occupies many blocks. Queries whose window begins in a segment
 // are its own: it writes their dQ, and goes on to the rounds behind its end that their windows reach, of which it writes no dK and dV. A round meets the
-// chunks that see its keys alone, and unfinished dQ has a place for as many chunks as a window reaches at a time.
+// chunks that see its keys alone, and unfinished dQ has a place for as many chunks as a window reaches at a time. A segment has SEGMENT rounds. If SEGMENT
+// is 1, each block has an equal share of all rounds, one behind another, and what it has of a sequence is a segment.
 //
 // Compiled with the macros of chunks_sm90.cuh, STAGES, SEGMENT, OWN_DELTA (0: delta is given, since O does not fit beside the others), KEY_REGISTERS,
 // QUERY_REGISTERS, LOAD_REGISTERS and SHARED_BYTES.
@@ -43,8 +44,8 @@
 #include "rows_of_bias.cuh"
 #endif
 
-constexpr int CHUNK_ROWS = 64, ROUND_ROWS = 128, ROUNDS_KNOWN = 4, SEGMENT_ROWS = SEGMENT * ROUND_ROWS;
-constexpr int SEGMENTS = ROUND_ROWS;  // of a sequence: the first key of a round, a multiple of ROUND_ROWS, is told with its segment in one number
+constexpr int CHUNK_ROWS = 64, ROUND_ROWS = 128, ROUNDS_KNOWN = 4;
+constexpr int ROUND_BITS = 10;  // of the number of a round; it is told with those of its segment's first one and end in one word
 using KeyTile = Tile<HEAD_DIM, ROUND_ROWS>;
 using QueryTile = Tile<HEAD_DIM, CHUNK_ROWS>;
 using ScoreTile = Tile<CHUNK_ROWS, ROUND_ROWS>;  // rows are keys
@@ -76,11 +77,18 @@ struct LongBackwardShared : Memory {
 };
 static_assert(LongBackwardShared::BARRIERS_AT + 8 * BARRIERS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
+// chunks of queries from `first` to before `end`
+struct Chunks {
+    int first, end;
+
+    __device__ __forceinline__ bool have(int chunk) const { return first <= chunk && chunk < end; }
+};
+
 // 128 keys of an item, and the chunks of queries that meet them
 struct Round {
     Item item;
     int start;  // the first key; -1 behind the last round of the block
-    int segment;  // of a WINDOW: the number of its own keys' segment
+    int first, end;  // of a WINDOW: the rounds of its segment
 
     __device__ __forceinline__ int rounds() const { return max(1, (item.k_rows + ROUND_ROWS - 1) / ROUND_ROWS); }
     __device__ __forceinline__ int chunks() const { return max(!WINDOW, (item.q_len + CHUNK_ROWS - 1) / CHUNK_ROWS); }
@@ -94,10 +102,10 @@ struct Round {
 
     // Whether dK and dV of its keys are another segment's; whether a chunk's dQ is this one's; whether the chunk is met for the first time, and whether
     // its dQ was begun before.
-    __device__ __forceinline__ bool is_beyond() const { return WINDOW && start >= (segment + 1) * SEGMENT_ROWS; }
-    __device__ __forceinline__ bool owns(int chunk) const { return !WINDOW || first_of(chunk) >= segment * SEGMENT; }
+    __device__ __forceinline__ bool is_beyond() const { return WINDOW && start >= end * ROUND_ROWS; }
+    __device__ __forceinline__ bool owns(int chunk) const { return !WINDOW || first_of(chunk) >= first; }
     __device__ __forceinline__ bool opens(int chunk) const {
-        return WINDOW ? start == max(first_of(chunk), segment * SEGMENT) * ROUND_ROWS : start == 0;
+        return WINDOW ? start == max(first_of(chunk), first) * ROUND_ROWS : start == 0;
     }
     __device__ __forceinline__ bool continues(int chunk) const { return WINDOW ? start > first_of(chunk) * ROUND_ROWS : start > 0; }
     // whether the block goes on with this round
@@ -110,8 +118,8 @@ struct Round {
     __device__ __forceinline__ int first_chunk() const {
         if (WINDOW) {
             if (start > last_round() * ROUND_ROWS) return chunks();
-            const int first = start == 0 ? 0 : between(0, (start - item.reach()) >> 6, chunks());
-            return is_beyond() ? max(first, first_from(segment * SEGMENT)) : first;
+            const int met = start == 0 ? 0 : between(0, (start - item.reach()) >> 6, chunks());
+            return is_beyond() ? max(met, first_from(first)) : met;
         }
         if (start == 0) return 0;
         if (start >= item.k_len) return chunks() - 1;
@@ -119,8 +127,13 @@ struct Round {
     }
     __device__ __forceinline__ int end_chunk() const {
         if (!WINDOW) return chunks();
-        const int last = min(start / ROUND_ROWS, (segment + 1) * SEGMENT - 1);
+        const int last = min(start / ROUND_ROWS, end - 1);
         return last >= last_round() ? chunks() : first_from(last + 1);
+    }
+    // The chunks that see a key of a warpgroup, with a WINDOW. It passes others that the round meets.
+    __device__ __forceinline__ Chunks seeing(int warpgroup) const {
+        const int key = start + 64 * warpgroup, behind = min(key + 64, item.k_len);
+        return key < behind ? Chunks{(key - item.reach()) >> 6, (behind - item.back() + 63) >> 6} : Chunks{0, 0};
     }
     // the first key of the last round that a chunk meets
     __device__ __forceinline__ int last_start(int chunk) const {
@@ -134,14 +147,16 @@ struct Round {
 
 __device__ __forceinline__ void write_round(u32 to, const Round& r) {
     const Item& it = r.item;
-    tell(to, {it.head, it.told_row(), it.q_first, it.q_len, it.k_first, it.k_len, it.k_rows, r.start < 0 ? -1 : r.start + r.segment});
+    const int place = WINDOW ? r.start / ROUND_ROWS | r.first << ROUND_BITS | r.end << 2 * ROUND_BITS : r.start;
+    tell(to, {it.head, it.told_row(), it.q_first, it.q_len, it.k_first, it.k_len, it.k_rows, r.start < 0 ? -1 : place});
 }
 __device__ __forceinline__ Round read_round(u32 from, const Window& window) {
     const int head = told(from, 0), row = told(from, 1);
     const Item item{head, Item::batch_of(row), told(from, 2), told(from, 3), told(from, 4), told(from, 5), told(from, 6), row, window};
-    const int start = told(from, 7);
-    if (!WINDOW || start < 0) return Round{item, start, 0};
-    return Round{item, start / ROUND_ROWS * ROUND_ROWS, start % SEGMENTS};
+    const int place = told(from, 7);
+    if (!WINDOW || place < 0) return Round{item, place, 0, 0};
+    constexpr int ROUNDS = 1 << ROUND_BITS;
+    return Round{item, place % ROUNDS * ROUND_ROWS, place >> ROUND_BITS & ROUNDS - 1, place >> 2 * ROUND_BITS};
 }
 
 // The rows of a round where results are written. With GROUPED heads they are read once more, for the loops around a chunk leave them no registers.
@@ -367,16 +382,22 @@ struct Keys {
     // the chunks of a query head
     __device__ __forceinline__ void compute(const Round& round, int head) {
         int c = round.first_chunk();
-        int whole = round.item.q_len / CHUNK_ROWS;
-        if (WINDOW) whole = min(whole, round.end_chunk());
+        int whole = round.item.q_len / CHUNK_ROWS, end = 0;
+        if (WINDOW) {
+            const Chunks own = round.seeing(warpgroup);
+            const int before = min(own.first, round.end_chunk());
+            pass(round, c, before);
+            c = max(c, before), end = min(own.end, round.end_chunk()), whole = min(whole, end);
+        }
 #pragma unroll 1
         for (; c < whole; c++) {
             const u32 survivors = survivors_of(round, head, c);
             await_chunk();
             chunk<64>(round, head, c, survivors);
         }
+        if (WINDOW && c >= end) return pass(round, c, round.end_chunk());
         if (c >= round.end_chunk()) return;
-        const int rows = round.item.q_len - c * CHUNK_ROWS;
+        const int rows = round.item.q_len - c * CHUNK_ROWS;  // of the last chunk of all
         const u32 survivors = survivors_of(round, head, c);
         await_chunk();
         clear_behind(rows);
@@ -385,10 +406,10 @@ struct Keys {
         else chunk<16>(round, head, c, survivors);
     }
 
-    // the same for a round of which this warpgroup has no key
-    __device__ __forceinline__ void pass(const Round& round) {
+    // chunks that see no key of this warpgroup, or of which it has none
+    __device__ __forceinline__ void pass(const Round& round, int first, int end) {
 #pragma unroll 1
-        for (int c = round.first_chunk(); c < round.end_chunk(); c++) {
+        for (int c = first; c < end; c++) {
             await_chunk();
             clear_behind(round.item.q_len - c * CHUNK_ROWS);
             if (step >= 2) barrier_wait(shared.barrier(SCORES_READ + step % 2), (step / 2 - 1) & 1);
@@ -414,7 +435,7 @@ struct Keys {
                 for (int member = 0; member < group.members(); member++) compute(round, group.query_head(round.item.head, member));
             } else {
 #pragma unroll 1
-                for (int member = 0; member < group.members(); member++) pass(round);
+                for (int member = 0; member < group.members(); member++) pass(round, round.first_chunk(), round.end_chunk());
             }
             warp_arrives(shared.barrier(KEYS_READ + number % 2), arriving);
             const int first = own_row(round.start + 64 * warpgroup);
@@ -445,15 +466,22 @@ struct Queries {
     __device__ __forceinline__ Queries(LongBackwardShared shared, float* parked, Group group, Window window, int places)
         : shared(shared), parked(parked), group(group), window(window), places(places) {}
 
-    // 64 columns of dQ += dS K over 16 STEPS keys
+    // 64 columns of dQ += dS K over 16 STEPS keys, from key `first` on
     template <int STEPS>
-    __device__ __forceinline__ void multiply(float (&dquery)[PART / 2], int block) {
+    __device__ __forceinline__ void multiply(float (&dquery)[PART / 2], int block, int first) {
         products_begin();
 #pragma unroll
         for (int s = 0; s < STEPS; s++)
-            Products<PART>::add_transposed(dquery, ScoreTile::rows(shared.low(shared.dscores(step)), 16 * s), KeyTile::rows(shared.low(shared.key(number)), 16 * s, block));
+            Products<PART>::add_transposed(dquery, ScoreTile::rows(shared.low(shared.dscores(step)), first + 16 * s), KeyTile::rows(shared.low(shared.key(number)), first + 16 * s, block));
         products_commit();
         products_wait<0>();
+    }
+
+    // the same over the keys of the warpgroups that have written dS of a chunk
+    __device__ __forceinline__ void multiply_seen(float (&dquery)[PART / 2], int block, const Round& round, int c) {
+        const bool first = round.seeing(0).have(c), second = round.seeing(1).have(c);
+        if (first && second) multiply<ROUND_ROWS / 16>(dquery, block, 0);
+        else if (first || second) multiply<ROUND_ROWS / 32>(dquery, block, second ? 64 : 0);
     }
 
     template <int STEPS>
@@ -475,7 +503,8 @@ struct Queries {
                 dquery[4 * i] = x.x, dquery[4 * i + 1] = x.y, dquery[4 * i + 2] = x.z, dquery[4 * i + 3] = x.w;
             }
             if (block == 0) barrier_wait(shared.barrier(SCORES + step % 2), step / 2 & 1);
-            multiply<STEPS>(dquery, block);
+            if (WINDOW) multiply_seen(dquery, block, round, c);
+            else multiply<STEPS>(dquery, block, 0);
             if (block == HEAD_DIM / PART - 1) warp_arrives(shared.barrier(SCORES_READ + step % 2), arriving);
             if (round.start < round.last_start(c)) {
 #pragma unroll
@@ -509,7 +538,7 @@ struct Queries {
             barrier_wait(shared.barrier(KEYS + number % 2), number / 2 & 1);
             const Round round = read_round(shared.round(number), window);
             if (round.start < 0) return;
-            if (round.keys() > 64) compute<ROUND_ROWS / 16>(round, out);
+            if (WINDOW || round.keys() > 64) compute<ROUND_ROWS / 16>(round, out);
             else compute<ROUND_ROWS / 32>(round, out);
             warp_arrives(shared.barrier(KEYS_READ + number % 2), arriving);
         }
@@ -658,27 +687,51 @@ struct Loads {
         return row % 2 ? row * int(gridDim.x) + width - 1 - place : number;
     }
 
+    // all rounds of an item, or those of a segment and behind it
+    __device__ __forceinline__ void walk(Round& round) {
+#pragma unroll 1
+        for (; round.is_there(); round.start += ROUND_ROWS) {
+            ask_round(round);
+            if (WINDOW && round.first_chunk() >= round.end_chunk()) tell_rows();  // no chunk follows that would tell those of the one before
+#pragma unroll 1
+            for (int member = 0; member < group.members(); member++) {
+                const int head = group.query_head(round.item.head, member);
+#pragma unroll 1
+                for (int c = round.first_chunk(), end = round.end_chunk(); c < end; c++) ask_chunk(round, head, c);
+            }
+        }
+    }
+
+    // The share of this block: of all rounds of each head, if PACKED, or of each head of a row.
+    __device__ __forceinline__ void walk_share(const Batch& batch, const Window& window) {
+        const int rounds = PACKED ? *batch.count : max(1, (batch.max_k + ROUND_ROWS - 1) / ROUND_ROWS), times = PACKED ? batch.heads : batch.items();
+        const long long all = (long long)rounds * times;
+        const int end = int(all * (blockIdx.x + 1) / gridDim.x);
+#pragma unroll 1
+        for (int number = int(all * blockIdx.x / gridDim.x); number < end;) {
+            const int time = unsigned(number) / unsigned(rounds), at = number - time * rounds, index = PACKED ? at * batch.heads + time : time;
+            Round round{batch.item(index, window), 0, PACKED ? batch.part(index) : at, 0};
+            round.start = round.first * ROUND_ROWS, round.end = min(round.first + end - number, round.rounds());
+            number += max(1, round.end - round.first);
+            walk(round);
+        }
+    }
+
     __device__ __forceinline__ void run(const Batch& batch, const Window& window) {
-        const int items = batch.items(), segments = WINDOW && !PACKED ? (batch.max_k + SEGMENT_ROWS - 1) / SEGMENT_ROWS : 1;
+        if (WINDOW && SEGMENT == 1) {
+            walk_share(batch, window);
+        } else {
+            const int items = batch.items(), segments = WINDOW && !PACKED ? (batch.max_k + SEGMENT * ROUND_ROWS - 1) / (SEGMENT * ROUND_ROWS) : 1;
 #pragma unroll 1
-        for (int number = blockIdx.x; number < (WINDOW ? items * segments : items); number += gridDim.x) {
-            const int index = WINDOW ? there_and_back(number, items * segments) : number;
-            Round round{batch.item(WINDOW ? index % items : index, window), 0, 0};
-            if (WINDOW) round.segment = PACKED ? batch.part(index) : index / items, round.start = round.segment * SEGMENT_ROWS;
-#pragma unroll 1
-            for (; round.is_there(); round.start += ROUND_ROWS) {
-                ask_round(round);
-                if (WINDOW && round.first_chunk() >= round.end_chunk()) tell_rows();  // no chunk follows that would tell those of the one before
-#pragma unroll 1
-                for (int member = 0; member < group.members(); member++) {
-                    const int head = group.query_head(round.item.head, member);
-#pragma unroll 1
-                    for (int c = round.first_chunk(), end = round.end_chunk(); c < end; c++) ask_chunk(round, head, c);
-                }
+            for (int number = blockIdx.x; number < (WINDOW ? items * segments : items); number += gridDim.x) {
+                const int index = WINDOW ? there_and_back(number, items * segments) : number;
+                Round round{batch.item(WINDOW ? index % items : index, window), 0, 0, 0};
+                if (WINDOW) round.first = (PACKED ? batch.part(index) : index / items) * SEGMENT, round.end = round.first + SEGMENT, round.start = round.first * ROUND_ROWS;
+                walk(round);
             }
         }
         tell_rows();
-        ask_round(Round{Item{}, -1, 0});
+        ask_round(Round{Item{}, -1, 0, 0});
     }
 };
 
