@@ -63,14 +63,23 @@ def _in_graph(row: dict[str, str]) -> bool:
 
 
 def newest(folder: Path, table: str) -> Path | None:
-    """The CSV of a table whose last row is the latest; of a tie, the one with most rows. None if no machine has one."""
+    """The CSV of a table that has most rows of the latest day. None if no machine has one.
+
+    A CSV with fewer than three fifths of the problems of the largest is a part of a table, measured elsewhere, which no plot shows.
+    """
+    found = {}
+    for path in sorted(folder.glob(f"*/{table}.csv")):
+        if path.parent.name != "predictions":
+            with open(path, newline="") as handle:
+                found[path] = list(csv.DictReader(handle))
+    problems = {path: len({row.get("problem") for row in rows}) for path, rows in found.items()}
+    whole = [path for path in found if 5 * problems[path] >= 3 * max(problems.values())]
 
     def age(path: Path) -> tuple[str, int]:
-        with open(path, newline="") as handle:
-            days = [row.get("date") or "" for row in csv.DictReader(handle)]
-        return max(days, default=""), len(days)
+        days = [row.get("date") or "" for row in found[path]]
+        return max(days, default=""), days.count(max(days, default=""))
 
-    return max((p for p in folder.glob(f"*/{table}.csv") if p.parent.name != "predictions"), key=age, default=None)
+    return max(whole, key=age, default=None)
 
 
 def _figure(rows: Rows) -> Any:

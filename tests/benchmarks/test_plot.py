@@ -129,6 +129,20 @@ def test_a_folder_without_tables_is_refused(tmp_path, capsys):
     assert str(tmp_path) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("days", "shown"),
+    [("221", "b"), ("22", "a"), ("2111", "a"), ("2211", "b"), ("1111", "a")],
+    ids=["three of four", "a part", "tie", "more", "older"],
+)
+def test_a_part_of_a_table_is_not_shown(tmp_path, days, shown):
+    """A row a problem: of whole tables the one with most rows of the latest day is shown, and the first of equal ones."""
+    for name, of_rows in (("a", "2111"), ("b", days)):
+        (tmp_path / name).mkdir()
+        lines = [f"problem {i},2026-01-0{day}" for i, day in enumerate(of_rows)]
+        (tmp_path / name / "t.csv").write_text("\n".join(["problem,date", *lines]) + "\n")
+    assert plot.newest(tmp_path, "t") == tmp_path / shown / "t.csv"
+
+
 def test_the_newest_table_is_drawn_and_shown(tmp_path, capsys):
     """If two machines have a table, the plot of the older one goes, and pages show the new one."""
     page = tmp_path / "docs" / "speed.md"

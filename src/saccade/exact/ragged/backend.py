@@ -162,13 +162,13 @@ _WIDE_WINDOW, _LONGEST_WIDE = 512, 2048
 
 
 def _window_rule(problem: VarlenProblem) -> Rule:
-    """Follows benchmarks/results/h100/windows.csv: +-64 and +-256 keys and 1,023 earlier ones, longest 256 to 8,192."""
+    """Follows benchmarks/results/h200/windows.csv: +-64 and +-256 keys and 1,023 earlier ones, longest 256 to 8,192."""
     from saccade.exact.long import choice
     from saccade.exact.long import config as long_config
 
     if problem.head_dim > long_config.MAX_HEAD_DIM or problem.dtype.itemsize > 2:
         return Rule(f"with a window these kernels were measured in 16 bits up to D = {long_config.MAX_HEAD_DIM} alone")
-    source, (left, right) = table("windows"), problem.window or (None, None)
+    source, (left, right) = table("windows", card="h200"), problem.window or (None, None)
     keys, longest = math.inf if left is None or right is None else left + right, max(problem.max_q, problem.max_k)
     if choice.takes(choice.kind_of_packed(problem)):
         if problem.head_dim > 64 and problem.needs_grad and keys > _WIDE_WINDOW and longest > _LONGEST_WIDE:
