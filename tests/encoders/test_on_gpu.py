@@ -63,10 +63,11 @@ def test_forward(name, dtype):
 
 
 def test_a_model_of_many_positions():
-    """Usual lengths run our kernels whatever the model could take; long texts have a graph of their own."""
+    """Usual lengths run our kernels whatever the model could take; short and long texts have graphs of their own."""
     ours, theirs = pair("bert", torch.bfloat16, max_position_embeddings=2048)
     handle = saccade.optimize(ours)
-    for lengths, most in (((30, 12, 36), 512), ((700, 5), 2048), ((30, 600), 2048), ((512, 3), 512)):
+    cases = [((30, 12, 36), 128), ((129, 9), 512), ((700, 5), 2048), ((30, 600), 2048), ((512, 3), 512), ((128, 10), 128)]
+    for lengths, most in cases:
         ids, mask = padded(lengths, ours.config.pad_token_id)
         with torch.no_grad():
             want = hidden(theirs, ids.cuda(), mask.cuda())[mask.bool().cuda()]
@@ -77,6 +78,9 @@ def test_a_model_of_many_positions():
         hidden(ours, *padded((30, 12, 36), ours.config.pad_token_id))
         torch.cuda.synchronize()
     assert any("forward_tokens_kernel" in event.name for event in seen.events())
+    made = len(handle.served[0].graphs)
+    handle.prepare([138])
+    assert len(handle.served[0].graphs) == made  # (129, 9) and (128, 10) have made both
 
 
 @pytest.mark.parametrize("name", MODELS)

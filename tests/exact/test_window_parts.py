@@ -1,9 +1,13 @@
 """Lists of parts of packed sequences, for kernels that take a window."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from contracts.exact import DEVICE
 
+from saccade.exact.long import sm90
 from saccade.exact.ragged import window_parts
 
 UNIT = 128
@@ -67,3 +71,8 @@ def test_lists_are_made_once_for_a_batch(monkeypatch):
     offsets.ends[2] = 304
     window_parts.in_order(offsets._replace(tokens=304), UNIT)
     assert made == [window_parts.in_order_kernel, window_parts.longest_first_kernel, window_parts.in_order_kernel]
+
+
+def test_the_kernels_take_a_part_from_the_bit_at_which_lists_put_it():
+    source = Path(sm90.__file__).parent / "cuda" / "chunks_sm90.cuh"
+    assert re.search(r"PART_AT = (\d+);", source.read_text())[1] == str(window_parts.PART_AT)

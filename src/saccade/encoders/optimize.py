@@ -148,7 +148,8 @@ class Optimized:
         """Capture graphs ahead of their first use, with a progress bar.
 
         Args:
-            tokens: real tokens of a batch; an int stands for every capacity up to it.
+            tokens: real tokens of a batch; an int stands for every capacity up to it. Each is captured for sequences of up to 128 tokens, and for those
+                of up to 512 if the model has so many positions.
             images: images of a batch, in the size and dtype of the model; an int stands for every batch size up to it. timm's models and text
                 towers of fixed width capture at first use.
             sequences: a hint that changes nothing: a capacity takes up to one sequence a token.
