@@ -137,19 +137,19 @@ _MEASURED = ((64, 196_608), (128, 49_152), (417, 12_288), (512, 12_288))
 
 
 def _rule(problem: VarlenProblem) -> Rule:
-    """Follows benchmarks/results/h100/short_ragged.csv."""
+    """Follows benchmarks/results/h200/short_ragged.csv."""
     if problem.device_type != "cuda":
         return Rule("the interpreter is for tests")
     if problem.window is not None:
         return _window_rule(problem)
     longest, dim = max(problem.max_q, problem.max_k), next((d for d in (32, 64) if problem.head_dim <= d), 128)
     near = next((row for row in _MEASURED if longest <= row[0]), _MEASURED[-1])
-    source = table("short_ragged", square(near[0], dim, near[1]))
+    source = table("short_ragged", square(near[0], dim, near[1]), card="h200")
     if longest > near[0]:
         said = f"beyond {near[0]} tokens, which were measured, torch's packed attention is taken; the longest here has {longest}"
         return Rule(said, source)
     if dim == 128 and longest > TILES[-1] and not problem.needs_grad:
-        both = table("short_ragged", *(square(most, dim, count) for most, count in _MEASURED if most > TILES[-1]))
+        both = table("short_ragged", *(square(most, dim, count) for most, count in _MEASURED if most > TILES[-1]), card="h200")
         return Rule(
             f"forward alone beyond D = 64 and {TILES[-1]} tokens: 0.89 to 1.01 of the speed of torch's packed attention", both
         )
