@@ -369,6 +369,30 @@ def test_parts_of_a_product_leave_as_one(module, packed):
             assert torch.equal(part, y[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize(
+    ("split", "shape"),
+    [
+        (lambda x: torch.split(x, 8, -1), (1, 5, 24)),
+        (lambda x: torch.split(x, [8, 8, 8], dim=2), (1, 5, 24)),
+        (lambda x: torch.split(x, [8, 8, 8], 1), (1, 24, 8)),
+    ],
+    ids=["of a size", "by name", "of tokens"],
+)
+def test_a_split_of_the_model_leaves_as_it_is(split, shape):
+    class Own(nn.Module):
+        def forward(self, x):
+            return tuple(part.view(*part.shape[:2], 2, 4) for part in split(x.relu()))
+
+    def compile_(graph, inputs):
+        outs = move_views_out(graph)
+        assert outs == [Out(0), Out(1), Out(2)]
+        return with_views(graph, outs)
+
+    x = torch.randn(shape)
+    for got, want in zip(torch.compile(Own(), dynamic=True, backend=compile_)(x), Own()(x), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("name", ["bert", "distilbert"])
 def test_backward_of_attention_writes_one_packed_gradient(name, monkeypatch):
     from saccade.integrations import transformers as integration
