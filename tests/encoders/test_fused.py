@@ -421,3 +421,17 @@ def test_a_query_of_another_key_is_no_part_of_a_product():
     assert _packed_qkv(key, key, value) is None
     with torch.no_grad():
         assert _packed_qkv(query, key, value) is None
+    key.register_hook(lambda gradient: 3 * gradient).remove()
+    assert _packed_qkv(query, key, value) is qkv
+    key.register_hook(lambda gradient: 3 * gradient)
+    assert _packed_qkv(query, key, value) is None, "the hook would not be called"
+
+
+def test_a_query_whose_gradient_is_kept_gets_one():
+    from saccade.integrations.transformers import _packed_qkv
+
+    qkv = torch.randn(5, 3, 2, 4, requires_grad=True)
+    query, key, value = (x.transpose(0, 1)[None] for x in qkv.unbind(1))
+    setattr(query, PACKED_QKV, qkv)
+    query.retain_grad()
+    assert _packed_qkv(query, key, value) is None

@@ -402,6 +402,8 @@ def _packed_qkv(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
     qkv: Tensor | None = getattr(query, PACKED_QKV, None)
     if qkv is None or not (qkv.requires_grad and torch.is_grad_enabled()):
         return None
+    if any(x._backward_hooks or x.retains_grad for x in (query, key, value)):
+        return None  # no gradient would reach them
     parts = [(x.data_ptr(), x.shape[1:], x.stride(2)) for x in (query, key, value)]
     heads, dim = qkv.shape[2:]
     wanted = [(x.data_ptr(), (heads, qkv.shape[0], dim), qkv.stride(0)) for x in qkv.unbind(1)]
