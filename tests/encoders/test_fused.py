@@ -19,7 +19,7 @@ from saccade.encoders.attention import Borders
 from saccade.encoders.fused import Fusion, join_products, parts_of
 from saccade.encoders.views import Out, move_views_out, with_views
 from saccade.errors import InvalidArgument
-from saccade.integrations.transformers import PACKED_QKV
+from saccade.integrations.packed_qkv import PACKED_QKV, packed_qkv
 
 
 def packed(lengths):
@@ -410,28 +410,24 @@ def test_backward_of_attention_writes_one_packed_gradient(name, monkeypatch):
 
 
 def test_a_query_of_another_key_is_no_part_of_a_product():
-    from saccade.integrations.transformers import _packed_qkv
-
     qkv = torch.randn(5, 3, 2, 4, requires_grad=True)
     query, key, value = (x.transpose(0, 1)[None] for x in qkv.unbind(1))
     setattr(query, PACKED_QKV, qkv)
-    assert _packed_qkv(query, key, value) is qkv
-    assert _packed_qkv(query, value, key) is None
-    assert _packed_qkv(query, key, value.clone()) is None
-    assert _packed_qkv(key, key, value) is None
+    assert packed_qkv(query, key, value) is qkv
+    assert packed_qkv(query, value, key) is None
+    assert packed_qkv(query, key, value.clone()) is None
+    assert packed_qkv(key, key, value) is None
     with torch.no_grad():
-        assert _packed_qkv(query, key, value) is None
+        assert packed_qkv(query, key, value) is None
     key.register_hook(lambda gradient: 3 * gradient).remove()
-    assert _packed_qkv(query, key, value) is qkv
+    assert packed_qkv(query, key, value) is qkv
     key.register_hook(lambda gradient: 3 * gradient)
-    assert _packed_qkv(query, key, value) is None, "the hook would not be called"
+    assert packed_qkv(query, key, value) is None, "the hook would not be called"
 
 
 def test_a_query_whose_gradient_is_kept_gets_one():
-    from saccade.integrations.transformers import _packed_qkv
-
     qkv = torch.randn(5, 3, 2, 4, requires_grad=True)
     query, key, value = (x.transpose(0, 1)[None] for x in qkv.unbind(1))
     setattr(query, PACKED_QKV, qkv)
     query.retain_grad()
-    assert _packed_qkv(query, key, value) is None
+    assert packed_qkv(query, key, value) is None

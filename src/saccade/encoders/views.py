@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from saccade.encoders import joined
-from saccade.integrations.transformers import PACKED_QKV
+from saccade.integrations.packed_qkv import PACKED_QKV
 
 Dims = tuple[int, int]
 
