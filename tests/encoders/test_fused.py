@@ -19,7 +19,7 @@ from saccade.encoders.attention import Borders
 from saccade.encoders.fused import Fusion, join_products, parts_of
 from saccade.encoders.views import Out, move_views_out, with_views
 from saccade.errors import InvalidArgument
-from saccade.integrations.transformers import PACKED_QKV
+from saccade.integrations.packed_qkv import PACKED_QKV, packed_qkv
 
 
 def packed(lengths):
@@ -369,6 +369,30 @@ def test_parts_of_a_product_leave_as_one(module, packed):
             assert torch.equal(part, y[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize(
+    ("split", "shape"),
+    [
+        (lambda x: torch.split(x, 8, -1), (1, 5, 24)),
+        (lambda x: torch.split(x, [8, 8, 8], dim=2), (1, 5, 24)),
+        (lambda x: torch.split(x, [8, 8, 8], 1), (1, 24, 8)),
+    ],
+    ids=["of a size", "by name", "of tokens"],
+)
+def test_a_split_of_the_model_leaves_as_it_is(split, shape):
+    class Own(nn.Module):
+        def forward(self, x):
+            return tuple(part.view(*part.shape[:2], 2, 4) for part in split(x.relu()))
+
+    def compile_(graph, inputs):
+        outs = move_views_out(graph)
+        assert outs == [Out(0), Out(1), Out(2)]
+        return with_views(graph, outs)
+
+    x = torch.randn(shape)
+    for got, want in zip(torch.compile(Own(), dynamic=True, backend=compile_)(x), Own()(x), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("name", ["bert", "distilbert"])
 def test_backward_of_attention_writes_one_packed_gradient(name, monkeypatch):
     from saccade.integrations import transformers as integration
@@ -386,14 +410,24 @@ def test_backward_of_attention_writes_one_packed_gradient(name, monkeypatch):
 
 
 def test_a_query_of_another_key_is_no_part_of_a_product():
-    from saccade.integrations.transformers import _packed_qkv
-
     qkv = torch.randn(5, 3, 2, 4, requires_grad=True)
     query, key, value = (x.transpose(0, 1)[None] for x in qkv.unbind(1))
     setattr(query, PACKED_QKV, qkv)
-    assert _packed_qkv(query, key, value) is qkv
-    assert _packed_qkv(query, value, key) is None
-    assert _packed_qkv(query, key, value.clone()) is None
-    assert _packed_qkv(key, key, value) is None
+    assert packed_qkv(query, key, value) is qkv
+    assert packed_qkv(query, value, key) is None
+    assert packed_qkv(query, key, value.clone()) is None
+    assert packed_qkv(key, key, value) is None
     with torch.no_grad():
-        assert _packed_qkv(query, key, value) is None
+        assert packed_qkv(query, key, value) is None
+    key.register_hook(lambda gradient: 3 * gradient).remove()
+    assert packed_qkv(query, key, value) is qkv
+    key.register_hook(lambda gradient: 3 * gradient)
+    assert packed_qkv(query, key, value) is None, "the hook would not be called"
+
+
+def test_a_query_whose_gradient_is_kept_gets_one():
+    qkv = torch.randn(5, 3, 2, 4, requires_grad=True)
+    query, key, value = (x.transpose(0, 1)[None] for x in qkv.unbind(1))
+    setattr(query, PACKED_QKV, qkv)
+    query.retain_grad()
+    assert packed_qkv(query, key, value) is None

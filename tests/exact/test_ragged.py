@@ -182,6 +182,16 @@ def test_lists_are_made_once_in_a_capture(monkeypatch):
     assert not ragged_plan._PLANS.keys() & set(kept)
 
 
+def test_lists_of_inference_mode_follow_changes_in_a_capture(monkeypatch):
+    """Such tensors count no changes, so every layer makes its lists."""
+    monkeypatch.setattr(ragged_plan, "capture_id", lambda device: 7)
+    with torch.inference_mode():
+        ends = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+        ragged_plan.plan_of(ends, ends)
+        ends[2] = 40
+        assert ragged_plan.plan_of(ends, ends).counts.tolist() == [1, 0, 1, 0, 0]
+
+
 @pytest.mark.parametrize("longest", [9, 130])
 def test_a_small_batch_is_one_launch_without_lists(longest, monkeypatch):
     """Sequences may have any length, 0 too. Beyond the largest tile the long form runs, whose backward has two kernels and row sums."""

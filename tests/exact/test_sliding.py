@@ -341,3 +341,30 @@ def test_wide_windows_with_backward_go_to_torch_beyond_measured_lengths(window, 
     assert (f"beyond {512 if window[0] == 1023 else 2048} tokens" in rule.said) == against
     monkeypatch.setattr(choice, "obstacles", lambda architecture: ())
     assert not RAGGED.rule(replace(problem, device_type="cuda", arch=90, needs_grad=grad)).against  # CUDA C++
+
+
+@pytest.mark.parametrize(
+    ("dim", "arch", "window", "longest", "grad", "said"),
+    [
+        (128, 90, (256, 256), 8192, True, ""),
+        (128, 90, (512, 0), 8192, True, ""),
+        (128, 90, (1023, 0), 2048, True, ""),
+        (128, 90, (1023, 0), 2049, True, "0.96 of the speed"),
+        (128, 90, (1023, None), 2049, True, "0.96 of the speed"),
+        (128, 90, (1023, 0), 8192, False, ""),
+        (64, 90, (1023, 0), 8192, True, ""),
+        (128, 80, (64, 64), 256, False, "the kernels of sm_90 alone were measured"),
+        (124, 90, (64, 64), 256, False, "the kernels of sm_90 alone were measured"),
+        (136, 90, (64, 64), 256, False, "up to D = 128 alone"),
+    ],
+)
+def test_windows_of_wide_heads_that_auto_takes(dim, arch, window, longest, grad, said, monkeypatch):
+    monkeypatch.setattr(choice, "obstacles", lambda architecture: ())
+    tokens = torch.empty(9000, 4, dim, dtype=torch.bfloat16, device="meta")
+    ends = torch.empty(9, dtype=torch.int32, device="meta")
+    problem = describe_varlen(
+        tokens, tokens, tokens, ends, ends, longest, longest, 0.0, 0, None, False, None, False, True, grad, window=window
+    )
+    rule = RAGGED.rule(replace(problem, device_type="cuda", arch=arch, needs_grad=grad))
+    assert rule.against == bool(said)
+    assert said in rule.said

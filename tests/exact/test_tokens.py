@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import saccade
-from saccade.exact.ragged import token_launches
+from saccade.exact.ragged import launches, token_launches
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a capture asks for them on a GPU: tests/exact/test_tokens_on_gpu.py"
@@ -110,6 +110,28 @@ def test_bounds_are_found_once_for_a_batch(monkeypatch):
     assert token_launches.bounds_of(ends, 50)[1, 0] == 4
     del ends
     assert not token_launches._KNOWN
+
+
+def test_bounds_of_inference_mode_follow_changes_in_a_capture():
+    """Such tensors count no changes, so every layer finds its bounds."""
+    with torch.inference_mode():
+        ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+        token_launches.bounds_of(ends, 20)
+        ends[1] = 6
+        assert token_launches.bounds_of(ends, 20)[1, 0] == 6
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "dropout_p": 0.3}], ids=str)
+@pytest.mark.parametrize("lengths", [(130, 5), (16, 200, 2)], ids=str)
+def test_backward_of_longer_sequences_by_lists(lengths, options, monkeypatch):
+    """Forward is token tiles, and backward draws the same weights again."""
+    monkeypatch.setattr(token_launches, "MOST_LONG_BACKWARD", 100)
+    given = batch(lengths)
+    expected = results("reference", *given, **options)
+    monkeypatch.setattr(token_launches, "backward", lambda *given: pytest.fail("token tiles"))
+    monkeypatch.setattr(launches, "forward_tile", lambda *given: pytest.fail("lists"))
+    for got, want in zip(results("ragged", *given, **options), expected, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(

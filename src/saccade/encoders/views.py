@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from saccade.integrations.transformers import PACKED_QKV
+from saccade.encoders import joined
+from saccade.integrations.packed_qkv import PACKED_QKV
 
 Dims = tuple[int, int]
 
@@ -73,7 +74,7 @@ def _whole_products(values: Sequence[Any]) -> dict[int, tuple[fx.Node, int, Dims
 
 
 def _part(value: Any) -> tuple[fx.Node, int, Dims] | None:
-    """(product, part, heads) of a view `[..., heads, dim]` of a third of a product."""
+    """(product, part, heads) of a view `[..., heads, dim]` of a third of a product that `fused.join_products` made."""
     if not isinstance(value, fx.Node) or value.op != "call_method" or value.target not in ("view", "reshape"):
         return None
     third = value.args[0]
@@ -82,12 +83,16 @@ def _part(value: Any) -> tuple[fx.Node, int, Dims] | None:
     split, part = third.args[0], third.args[1]
     if not isinstance(split, fx.Node) or split.target is not torch.split:
         return None
+    product = next(iter(split.args), None)
+    # a model's own split has other forms: a size in place of sizes, another dimension
+    if not isinstance(product, fx.Node) or product.target is not joined.product:
+        return None
     shape, before = (_shape(node) for node in (value, third))
     heads = tuple(shape[-2:])
     fits = len(shape) == len(before) + 1 and [*map(str, shape[:-2])] == [*map(str, before[:-1])]
     if not fits or not all(isinstance(n, int) for n in heads) or [*split.args[1]] != [heads[0] * heads[1]] * 3:  # type: ignore[misc]
         return None
-    return split.args[0], part, heads  # type: ignore[return-value]
+    return product, part, heads  # type: ignore[return-value]
 
 
 def _shape(node: fx.Node) -> Sequence[Any]:

@@ -30,6 +30,7 @@ from saccade.hardware import has_package
 from saccade.integrations.borders import bordered, by_positions
 from saccade.integrations.mask_forms import key_padding, visible_keys, with_bias
 from saccade.integrations.packed_mask import PackedMask, packed_mask
+from saccade.integrations.packed_qkv import packed_qkv
 from saccade.integrations.registration import Registration
 from saccade.integrations.unformed import formed
 from saccade.integrations.window_mask import window_for, window_mask
@@ -42,7 +43,6 @@ _logger = logging.getLogger("saccade")
 _REGISTERED: set[str] = set()
 _TAKE_WINDOWS = frozenset(("auto", "ragged", "sdpa", "reference"))
 _PACKS = frozenset(("auto", *(backend.name for backend in VARLEN_BACKENDS)))
-PACKED_QKV = "_saccade_qkv"  # the attribute of a query that is a view of `[T, 3, H, D]`, as its key and value
 
 # arguments that change the result in a way that is not supported here; any value except None must stop the call
 _UNSUPPORTED = {
@@ -238,9 +238,8 @@ def attention_forward(
     packed = _is_packed(query, key, attention_mask, position_bias, cu_seq_lens_q)
     # without a bound the whole row is one: every bucket of lengths is launched then
     longest = query.shape[2] if max_length_q is None else max_length_q, key.shape[2] if max_length_k is None else max_length_k
-    _check_carried_by_mask(
-        attention_mask, int(longest[1]) if packed else key.shape[2], sliding_window if window is None else None
-    )
+    carried = sliding_window if window is None else None
+    _check_carried_by_mask(attention_mask, int(longest[1]) if packed else key.shape[2], carried)
     causal = window is None and _is_causal(module, query, key, attention_mask, is_causal)
     if packed:
         assert cu_seq_lens_q is not None, "packed says so"
@@ -385,7 +384,7 @@ def _packed_attention(
     backend: str,
     window: Window | None = None,
 ) -> Tensor:
-    qkv = _packed_qkv(query, key, value)
+    qkv = packed_qkv(query, key, value)
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)] if qkv is None else qkv.unbind(1)
     ends_q, ends_k = (x.to(torch.int32) for x in ends)
     ends_k = ends_q if ends[1] is ends[0] else ends_k
@@ -393,19 +392,6 @@ def _packed_attention(
     found = attend_packed((*rows, ends_q, ends_k, int(longest[0]), int(longest[1]), dropout, *options), qkv)
     assert isinstance(found, Tensor), "the log-sum-exp was not asked for"
     return found.unflatten(0, (query.shape[0], query.shape[2]))
-
-
-def _packed_qkv(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    """`[T, 3, H, D]`, whose views query, key and value are, if that was noted. Its gradient is one tensor, which nobody puts together."""
-    if torch.compiler.is_compiling():
-        return None
-    qkv: Tensor | None = getattr(query, PACKED_QKV, None)
-    if qkv is None or not (qkv.requires_grad and torch.is_grad_enabled()):
-        return None
-    parts = [(x.data_ptr(), x.shape[1:], x.stride(2)) for x in (query, key, value)]
-    heads, dim = qkv.shape[2:]
-    wanted = [(x.data_ptr(), (heads, qkv.shape[0], dim), qkv.stride(0)) for x in qkv.unbind(1)]
-    return qkv if parts == wanted else None
 
 
 @functools.cache

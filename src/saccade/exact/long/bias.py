@@ -17,9 +17,14 @@ def readable(bias: Tensor) -> Tensor:
 
 
 def _is_movable(bias: Tensor) -> bool:
+    return bias.data_ptr() % 16 == 0 and in_units(bias)
+
+
+def in_units(bias: Tensor) -> bool:
+    """Whether the copy engine can address all rows, if it can address the first."""
     strides = [s for s, n in zip(bias.stride()[:-1], bias.shape[:-1], strict=True) if n > 1]
     dense = bias.stride(-1) == 1 or bias.shape[-1] == 1
-    return dense and bias.data_ptr() % 16 == 0 and all(s > 0 and s % _UNIT == 0 for s in strides)
+    return dense and all(s > 0 and s % _UNIT == 0 for s in strides)
 
 
 def _copied(bias: Tensor) -> Tensor:

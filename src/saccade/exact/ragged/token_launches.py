@@ -59,15 +59,14 @@ _KNOWN.limit = _MAX_KNOWN
 
 def bounds_of(cu: Tensor, total: int) -> Tensor:
     """int32 `[3, total]`: of each token the first row of its sequence, the row behind its last, and its number. Found once for a tensor and a
-    capture, since the layers of a model hand over one tensor."""
+    capture, since the layers of a model hand over one tensor. Not remembered for tensors of inference mode, which do not count their changes."""
     key = (id(cu), capture_id(cu.device), total)
-    if is_recorded() or (not key[1] and (not values_known(cu) or cu.is_inference())):
+    if is_recorded() or cu.is_inference() or not (key[1] or values_known(cu)):
         return _find(cu, total)
-    version = 0 if cu.is_inference() else cu._version
     seen = _KNOWN.get(key)
-    if seen is not None and seen[0]() is cu and seen[1] == version:
+    if seen is not None and seen[0]() is cu and seen[1] == cu._version:
         return seen[2]
-    return _KNOWN.remember(key, (weakref.ref(cu, lambda _: _KNOWN.pop(key, None)), version, _find(cu, total)))[2]
+    return _KNOWN.remember(key, (weakref.ref(cu, lambda _: _KNOWN.pop(key, None)), cu._version, _find(cu, total)))[2]
 
 
 # of the numbers of a launch; a window and the words of a row are those of its kind
