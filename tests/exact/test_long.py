@@ -509,7 +509,9 @@ CAPTURED = {"host_counts": False, "python_counts": False}
         ({"batch": 100}, "eager call of 46,570,800 pairs is host time"),
         ({"batch": 100, "grad": False}, ""),
         ({"batch": 100, **CAPTURED}, ""),
-        ({"batch": 2, "host_counts": False}, ""),
+        ({"batch": 4, "host_counts": False}, ""),
+        ({"batch": 2, "host_counts": False}, "up to 197 tokens a bias was timed from 32 problems .B . H. on, got 24"),
+        ({"batch": 15, "q_len": 513, "mask_shape": (513, 197), **CAPTURED}, "from 192 problems .B . H. on, got 180"),
     ],
     ids=str,
 )

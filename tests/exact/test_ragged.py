@@ -192,6 +192,15 @@ def test_lists_of_inference_mode_follow_changes_in_a_capture(monkeypatch):
         assert ragged_plan.plan_of(ends, ends).counts.tolist() == [1, 0, 1, 0, 0]
 
 
+def test_lists_in_a_graph_of_the_compiler_are_not_kept(monkeypatch):
+    """torch raises if memory of its graph's pool lives on that is no output."""
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+    first = ragged_plan.plan_of(ends, ends)
+    assert ragged_plan.plan_of(ends, ends) is first
+    monkeypatch.setattr(ragged_plan, "in_compilers_graph", lambda device: True)
+    assert ragged_plan.plan_of(ends, ends) is not first
+
+
 @pytest.mark.parametrize("longest", [9, 130])
 def test_a_small_batch_is_one_launch_without_lists(longest, monkeypatch):
     """Sequences may have any length, 0 too. Beyond the largest tile the long form runs, whose backward has two kernels and row sums."""

@@ -62,7 +62,7 @@ def describe_attention(
 
 def _is_copied(problem: Problem, attn_mask: Tensor) -> bool:
     """Whether the kernels of `long` copy a bias, of calls that no other kernels of ours repeat by C++, which makes no copy."""
-    beyond = max(problem.q_len, problem.kv_len) > SHORT_TOKENS
+    beyond = max(problem.q_len, problem.kv_len) >= SHORT_TOKENS
     return beyond and problem.mask == "bias" and attn_mask.dim() > 1 and not in_units(attn_mask)
 
 

@@ -1,11 +1,12 @@
 """The facts of CUDA graph capture that a launch needs: kernels may be loaded during one, which the driver refuses unless the thread switches to the
-relaxed mode, and each capture has a number."""
+relaxed mode, each capture has a number, and torch's compiler looks at what lives on in the memory of its own graphs."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -36,6 +37,19 @@ def capture_id(device: torch.device) -> int:
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
     failed = _driver().cuStreamGetCaptureInfo_v2(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
     return 0 if failed else number.value
+
+
+def in_compilers_graph(device: torch.device) -> bool:
+    """Whether `torch.compile(mode="reduce-overhead")` records a CUDA graph in this thread, or warms up for one. It raises if memory of its pool lives on
+    that is no output."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or device.type != "cuda":
+        return False
+    try:
+        manager = trees.get_manager(device.index or 0, create_if_none_exists=False)
+    except AssertionError:  # a thread that torch's compiler knows nothing of
+        return False
+    return manager is not None and (manager.in_recording or manager.in_warmup)
 
 
 @functools.cache

@@ -32,6 +32,8 @@ FEWEST_FORWARD, FEWEST = 2**24, 3 * 2**24
 # The same for calls with a bias that C++ does not replay, in pairs of a query and a key (B * H * Tq * Tk): those of `shared_bias`. Replayed calls take
 # 8 to 15 us of the host and with backward 140 to 190, torch's 14 to 30 and 150 to 230 (H200, docs/notes/long.md)
 FEWEST_PAIRS, FEWEST_PAIRS_GRAD = 2**24, 5 * 2**24
+# Problems from which calls with a bias were timed, by the most tokens: a row and a head is a block of backward (docs/notes/long.md)
+FEWEST_BIASED = ((256, 32), (512, 48), (1024, 192))
 
 
 def _why_not(problem: Problem) -> list[str]:
@@ -113,7 +115,11 @@ def _rule_of_biases(problem: Problem) -> Rule:
     matrices = problem.mask_rows * ((1, 1, 1) + (problem.mask_shape or ()))[-3]
     if problem.batch * problem.heads < 2 * matrices:
         return Rule("two teams of a block take rows that share a bias, and here each row and head has its own", _NOTES)
-    pairs = problem.batch * problem.heads * problem.q_len * problem.kv_len
+    problems = problem.batch * problem.heads
+    fewest = next(count for tokens, count in FEWEST_BIASED if longest <= tokens)
+    if problems < fewest:
+        return Rule(f"up to {longest} tokens a bias was timed from {fewest} problems (B * H) on, got {problems}", _NOTES)
+    pairs = problems * problem.q_len * problem.kv_len
     if problem.host_counts and pairs < (FEWEST_PAIRS_GRAD if problem.needs_grad else FEWEST_PAIRS):
         return Rule(f"the time of an eager call of {pairs:,} pairs is host time, of which torch's function needs less", _NOTES)
     return taken(_NOTES, "a bias that rows share, whose tiles two of them read at once")

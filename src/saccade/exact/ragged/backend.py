@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from saccade.engine.backend import Backend, Launchers
-from saccade.engine.rule import Rule, square, table, taken
+from saccade.engine.rule import Rule, Source, square, table, taken
 from saccade.engine.window import shown_window
 from saccade.exact.long.config import rounded
 from saccade.exact.ragged import config
@@ -116,7 +116,10 @@ def _describe_tokens(problem: VarlenProblem) -> str:
         name = _DIRECTIONS[d]
         numbers = (problem.arch, size, problem.head_dim, longest, problem.window is not None)
         if config.in_tokens_sm90(name, *numbers) and not obstacles("90a"):
-            found.append(f"{d}: CUDA C++ {config.TOKENS_SM90_CONFIGS[name, rounded(problem.head_dim)]}")
+            said = f"{d}: CUDA C++ {config.TOKENS_SM90_CONFIGS[name, rounded(problem.head_dim)]}"
+            captured = problem.dropout_p == 0 or problem.head_dim <= config.DROPOUT_TOKENS_SM90
+            by_triton = f" below {config.FEWEST_TOKENS_SM90 // (problem.heads * block):,} tokens" * captured
+            found.append(f"{said}, in CUDA graphs{by_triton} {token_config(d, size, problem.arch, block)}")
         else:
             found.append(f"{d}: {token_config(d, size, problem.arch, block)}")
     return ", ".join(found)
@@ -159,6 +162,7 @@ def _rule(problem: VarlenProblem) -> Rule:
 # keys of a wide window, and the longest sequence up to which our kernels were no slower with backward: token tiles, where CUDA C++ does not take a
 # call, took 1.09 times as long as torch's at 8,192 tokens, and CUDA C++ beyond D = 64 1.04 times
 _WIDE_WINDOW, _LONGEST_WIDE = 512, 2048
+_NOTES = Source("docs/notes/ragged.md")  # trials, which stand in no table
 
 
 def _window_rule(problem: VarlenProblem) -> Rule:
@@ -171,9 +175,12 @@ def _window_rule(problem: VarlenProblem) -> Rule:
     source, (left, right) = table("windows", card="h200"), problem.window or (None, None)
     keys, longest = math.inf if left is None or right is None else left + right, max(problem.max_q, problem.max_k)
     if choice.takes(choice.kind_of_packed(problem)):
+        if 64 < problem.head_dim < long_config.MAX_HEAD_DIM:
+            said = f"with a window these kernels compute {long_config.MAX_HEAD_DIM} columns beyond D = 64, and were measured with as many"
+            return Rule(f"{said}, got D = {problem.head_dim}", _NOTES)
         if problem.head_dim > 64 and problem.needs_grad and keys > _WIDE_WINDOW and longest > _LONGEST_WIDE:
             said = f"with backward, windows of more than {_WIDE_WINDOW} keys beyond D = 64 and {_LONGEST_WIDE} tokens"
-            return Rule(f"{said}: 0.96 of the speed of torch's packed attention at 8,192", source)
+            return Rule(f"{said}: 0.96 of the speed of torch's packed attention at 8,192", _NOTES)
         return taken(source, "measured faster than torch's packed attention in CUDA graphs, forward and with backward")
     if problem.head_dim > 64:
         return Rule("with a window beyond D = 64 the kernels of sm_90 alone were measured")

@@ -22,7 +22,7 @@ from saccade.launch.cache import LaunchCache
 from saccade.launch.triton import launch_any
 from saccade.native.described import ROWS_OF_16_BYTES
 from saccade.native.recording import lasting
-from saccade.nvrtc.capture import capture_id
+from saccade.nvrtc.capture import capture_id, in_compilers_graph
 
 _BLOCK = 1024
 _MAX_PLANS = 16
@@ -104,10 +104,10 @@ def of_batch(known: LaunchCache, kind: Hashable, ends: tuple[Tensor, ...], make:
     """The result of `make` for the cu_seqlens of a batch, found at the first sight of the tensors and when they change.
 
     While a CUDA graph is captured the layers share what its replays make: lists of 512 sequences took 10 of 58 us of a layer's attention (H200). Not
-    remembered for tensors of inference mode, which do not count their changes.
+    remembered for tensors of inference mode, which do not count their changes, and in the memory of a graph of torch's compiler.
     """
     capture = capture_id(ends[0].device)
-    if any(x.is_inference() for x in ends) or not (capture or all(map(values_known, ends))):
+    if any(x.is_inference() for x in ends) or not (capture or all(map(values_known, ends))) or in_compilers_graph(ends[0].device):
         return make()
     # of a stream: another one would not wait for the kernel that fills the lists
     stream = torch._C._cuda_getCurrentRawStream(ends[0].device.index) if ends[0].is_cuda else 0

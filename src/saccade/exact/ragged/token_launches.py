@@ -22,7 +22,7 @@ from saccade.launch.cache import LaunchCache
 from saccade.launch.triton import launch_any, pow2
 from saccade.native.described import FIXED, HALVINGS, LONGEST_K, QUERIES, SEQUENCES
 from saccade.native.recording import is_recorded, scratch, varying
-from saccade.nvrtc.capture import capture_id
+from saccade.nvrtc.capture import capture_id, in_compilers_graph
 
 # Numbers (tokens x heads x D, D a power of two) up to which token tiles are one launch each way. In a CUDA graph on an H100, us forward + backward,
 # buckets of lengths in brackets, 12 heads, mean 20 tokens, the best shapes: D = 64, 64 sequences 20 (52), 256 sequences 57 (80), 1,024 sequences 194 (184).
@@ -59,9 +59,9 @@ _KNOWN.limit = _MAX_KNOWN
 
 def bounds_of(cu: Tensor, total: int) -> Tensor:
     """int32 `[3, total]`: of each token the first row of its sequence, the row behind its last, and its number. Found once for a tensor and a
-    capture, since the layers of a model hand over one tensor. Not remembered for tensors of inference mode, which do not count their changes."""
+    capture, since the layers of a model hand over one tensor. Not remembered for tensors of inference mode, which do not count their changes, and in the memory of a graph of torch's compiler."""
     key = (id(cu), capture_id(cu.device), total)
-    if is_recorded() or cu.is_inference() or not (key[1] or values_known(cu)):
+    if is_recorded() or cu.is_inference() or not (key[1] or values_known(cu)) or in_compilers_graph(cu.device):
         return _find(cu, total)
     seen = _KNOWN.get(key)
     if seen is not None and seen[0]() is cu and seen[1] == cu._version:

@@ -51,7 +51,7 @@ def _rule(problem: Problem) -> Rule:
     if problem.device_type != "cuda":
         return Rule("the interpreter is for tests")
     longest = max(problem.q_len, problem.kv_len)
-    # `short` takes no mask of keys next to a bias; 65 tokens share its largest tile with the 128 that were measured
+    # beyond 64 tokens `short` is slower with a mask of keys next to a bias; 65 tokens share its largest tile with the 128 that were measured
     if longest <= (LONGEST_SHORT // 2 if problem.key_mask else LONGEST_SHORT):
         return Rule(f"with so few tokens it was not measured, or `short` is level with it; the longest here has {longest}")
     if problem.q_len == 1:

@@ -105,7 +105,7 @@ def _slower(problem: Problem) -> Rule | None:
         return Rule(f"float32 is computed exactly, without matrix units: 0.7 of torch's speed at S = 64 {_EARLIER}")
     if problem.mask == "bias":
         if problem.key_mask and longest > 64:
-            # both become one bias of each row: 0.059 ms captured for torch's 0.050, and 0.022 by `shared_bias` (h100/shared_bias.csv)
+            # 0.059 ms captured for torch's 0.050, and 0.022 by `shared_bias` (h100/shared_bias.csv)
             return Rule("a mask of keys next to a bias, beyond 64 tokens: 0.85 of torch's speed in forward")
         said = "a bias of this shape was measured slower, or not at all"
         return None if _prefers_bias(problem) else Rule(said)
