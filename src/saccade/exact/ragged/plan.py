@@ -110,7 +110,7 @@ def of_batch(known: LaunchCache, kind: Hashable, ends: tuple[Tensor, ...], make:
     if any(x.is_inference() for x in ends) or not (capture or all(map(values_known, ends))) or in_compilers_graph(ends[0].device):
         return make()
     # of a stream: another one would not wait for the kernel that fills the lists
-    stream = torch._C._cuda_getCurrentRawStream(ends[0].device.index) if ends[0].is_cuda else 0
+    stream = torch._C._cuda_getCurrentRawStream(ends[0].device.index) if ends[0].is_cuda and not capture else 0
     key, versions = (kind, stream, capture, *map(id, ends)), tuple([x._version for x in ends])
     seen = known.get(key)
     if seen is not None and seen[1] == versions and all(ref() is x for ref, x in zip(seen[0], ends, strict=True)):
