@@ -225,3 +225,23 @@ def test_nan_of_one_sequence_reaches_no_other(form):
     rows = torch.cat([torch.arange(5), torch.arange(14, sum(lengths) + 5)]).cuda()
     for got, want in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(got[rows], want[rows], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(("longest", "sequences"), [(100, 8), (400, 200)], ids=["token tiles", "lists"])
+def test_layers_in_a_graph_of_torchs_compiler(longest, sequences):
+    """It raises if the bounds or lists that two layers could share live on in the memory of its graph."""
+    lengths = torch.randint(1, longest, (sequences,), generator=torch.Generator().manual_seed(0)).tolist()
+    ends = ends_of(lengths, sequences)
+    q, k, v, dout = (torch.randn(sum(lengths), 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def layers(q, k, v, ends):
+        out = saccade.attention_varlen(q, k, v, ends, ends, longest, longest, backend="ragged")
+        return saccade.attention_varlen(out, k, v, ends, ends, longest, longest, backend="ragged")
+
+    expected = torch.autograd.grad(layers(*leaves, ends), leaves, dout)
+    compiled = torch.compile(layers, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        for x, y in zip(torch.autograd.grad(compiled(*leaves, ends), leaves, dout), expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
