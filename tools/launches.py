@@ -122,6 +122,7 @@ def pretend(found: list[Any]) -> None:
         "load": Cuda(found), "tensor_map": lambda *about: about, "capture_id": lambda device: int(torch.cuda.is_current_stream_capturing()),
     }  # fmt: skip
     torch.cuda.current_device = lambda: 0
+    torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined, assignment]
     for name, module in list(sys.modules.items()):
         if name.startswith("saccade"):
             for place in places.keys() & vars(module).keys():

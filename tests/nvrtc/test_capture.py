@@ -1,4 +1,4 @@
-"""What a capture is part of."""
+"""The facts of a capture that decide what is remembered."""
 
 from __future__ import annotations
 
