@@ -1,4 +1,4 @@
-"""Where and with what rows are measured."""
+"""The machine and the versions with which rows are measured."""
 
 from __future__ import annotations
 

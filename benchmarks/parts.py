@@ -1,4 +1,4 @@
-"""What is measured of a table: its cases by their names, implementations by theirs, and until when no further case begins."""
+"""The part of a table that is measured: cases and implementations by their names, up to a limit of time."""
 
 from __future__ import annotations
 

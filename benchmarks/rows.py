@@ -106,6 +106,11 @@ def rows_of(path: Path) -> list[Row]:
         return [Row(**{f.name: row.get(f.name) or "" for f in fields(Row)}) for row in csv.DictReader(file)]
 
 
+def numbers_of(problem: str) -> dict[str, int]:
+    """The sizes that the description of a problem gives."""
+    return {name: int(value) for name, value in re.findall(r"\b(\w+)=(\d+)\b", problem)}
+
+
 def _line(values: Iterable[object]) -> str:
     line = io.StringIO()
     csv.writer(line, lineterminator="\n").writerow(values)

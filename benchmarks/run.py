@@ -32,11 +32,11 @@ from rows import Writer, rows_of  # noqa: E402
 Error = Callable[[str], NoReturn]
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
     """Parse the command line and run; returns an exit code."""
     began = time.monotonic()
     parser = _parser()
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if options.stale:
         from stale import report, verdicts
 
@@ -53,7 +53,7 @@ def main() -> int:
     until = began + options.limit if options.limit is not None else float("inf")
     words = {table: words_of(table, folder / f"{table}.csv", options, parser.error) for table in options.tables}
     parts = {table: Part(rows, options.backends, until, began) for table, rows in words.items() if rows is not None}
-    return measure(parts, folder, options)
+    return measure(*parts.popitem(), folder, options) if len(parts) == 1 else measure_apart(parts, folder, options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,36 +153,50 @@ def case_of(row: Mapping[str, str], module: ModuleType) -> str:
     return module.case_of(row) if hasattr(module, "case_of") else row["problem"]
 
 
-def measure(parts: dict[str, Part], folder: Path, options: argparse.Namespace) -> int:
-    """Measure parts of tables, one after another, and draw the tables that are measured whole; an exit code."""
+def measure_apart(parts: dict[str, Part], folder: Path, options: argparse.Namespace) -> int:
+    """Measure each table in a process of its own; the first exit code that is not 0. A table may set the number of threads, or what torch multiplies in, and
+    leave compilers running, which others would be timed with."""
     passed: set[str] = set()
-    whole = []
+    codes = []
     for table, part in parts.items():
-        module, operation = module_of(table), operation_of(table)
-        if part.is_late:
-            part.left.extend(chosen(module.every_case(), part.rows) if hasattr(module, "every_case") else [table])
-            continue
-        gate = [sys.executable, "-m", "saccade", "verify", "--op", operation]
-        if not options.no_gate and operation not in passed and subprocess.run(gate, check=False).returncode:
+        words = [table, "--out", str(folder), "--repeat-ms", str(options.repeat_ms)]
+        words += ["--rows", *part.rows] if part.rows else []
+        words += ["--backends", *(x for x in part.backends if x in module_of(table).NAMES)] if part.backends else []
+        words += ["--limit", f"{max(0.0, part.until - time.monotonic()):.1f}"] if options.limit is not None else []
+        words += ["--commit", options.commit] if options.commit else []
+        operation = operation_of(table)
+        words += ["--no-gate"] if options.no_gate or operation in passed else []
+        late = part.is_late
+        codes.append(start(words))
+        if not (codes[-1] or late):
+            passed.add(operation)
+    return next(filter(None, codes), 0)
+
+
+def start(words: list[str]) -> int:
+    """Run this file with these words; its exit code."""
+    return subprocess.run([sys.executable, str(Path(__file__)), *words], check=False).returncode
+
+
+def measure(table: str, part: Part, folder: Path, options: argparse.Namespace) -> int:
+    """Measure a part of a table, and draw the table if that is all of it; an exit code."""
+    module, path = module_of(table), folder / f"{table}.csv"
+    if part.is_late:
+        part.left.extend(chosen(module.every_case(), part.rows) if hasattr(module, "every_case") else [table])
+    else:
+        gate = [sys.executable, "-m", "saccade", "verify", "--op", operation_of(table)]
+        if not options.no_gate and subprocess.run(gate, check=False).returncode:
             print(f"saccade verify failed: nothing of {table} is measured", file=sys.stderr)
             return 1
-        passed.add(operation)
-        path = folder / f"{table}.csv"
-        about = {**machine(), **({"commit": options.commit} if options.commit else {})}
-        writer = Writer(path, about, part)
+        writer = Writer(path, {**machine(), **({"commit": options.commit} if options.commit else {})}, part)
         module.run(writer, options.repeat_ms)
-        if not writer.rows:
-            continue
-        print(path)
-        if part.is_whole:
-            writer.drop_others()
-            whole.append(path)
-    # last, since a plot that fails must cost no measurement
-    for path in whole:
-        draw(path)
-    for table, part in parts.items():
-        if part.left:
-            print(f"left: {table} {'as a whole' if part.left == [table] else f'--rows {shlex.join(part.left)}'}")
+        if writer.rows:
+            print(path)
+            if part.is_whole:
+                writer.drop_others()
+                draw(path)
+    if part.left:
+        print(f"left: {table} {'as a whole' if part.left == [table] else f'--rows {shlex.join(part.left)}'}", flush=True)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -67,11 +66,6 @@ class Shape:
         """Matrix operations of forward and backward."""
         forward = 4.0 * self.batch * self.heads * self.q_len * self.kv_len * self.dim
         return forward, 2.5 * forward
-
-
-def numbers_of(problem: str) -> dict[str, int]:
-    """The sizes that the description of a problem gives."""
-    return {name: int(value) for name, value in re.findall(r"\b(\w+)=(\d+)\b", problem)}
 
 
 def time_directions(call: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor, repeat_ms: int) -> dict[str, Timing]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from peers import SDPA, peers
-from rows import Row, Writer
-from short_common import Shape, error_ratio, log_normal_lengths, numbers_of, stream_bandwidth
+from rows import Row, Writer, numbers_of
+from short_common import Shape, error_ratio, log_normal_lengths, stream_bandwidth
 from steps import step, those_that_run
 from torch import Tensor
 

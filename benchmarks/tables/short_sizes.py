@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 from peers import SDPA, peers
-from rows import Row, Writer
-from short_common import Shape, numbers_of
+from rows import Row, Writer, numbers_of
+from short_common import Shape
 from steps import NOT_RUN, calls_in_a_graph, capture, first_line, repeated, step, those_that_run
 from tables.short_overhead import wait_for_native
 from torch import Tensor

@@ -31,6 +31,7 @@ NAMES = ("ours", "theirs")
 CASES = ["n=1 fwd", "n=1 fwd+bwd", "n=2 fwd"]
 TIME = 1.0
 seen = []
+tick = int
 
 
 def every_case():
@@ -43,6 +44,7 @@ def case_of(row):
 
 def run(writer, repeat_ms):
     for case in writer.part.cases(every_case()):
+        tick()
         problem, direction = case.split()
         for name in writer.part.calls({name: None for name in NAMES}):
             seen.append((case, name))
@@ -75,9 +77,10 @@ def runner(load, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "HERE", tmp_path)
     monkeypatch.setattr(module, "draw", lambda path: run.drawn.append(path.stem))
 
+    monkeypatch.setattr(module, "start", module.main)
+
     def run(*words):
-        monkeypatch.setattr(sys, "argv", ["run.py", *words, "--no-gate", "--out", str(tmp_path / "out")])
-        return module.main()
+        return module.main([*words, "--no-gate", "--out", str(tmp_path / "out")])
 
     run.drawn = []
     yield run
@@ -215,17 +218,17 @@ def test_two_rows_of_a_kind_are_refused(load, tmp_path):
 
 
 def test_a_limit_leaves_cases_in_words_for_rows(runner, fake, load, monkeypatch, tmp_path, capsys):
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(load("parts").time, "monotonic", lambda: next(clock))
-    assert runner("short_fake", "short_more", "short_whole", "--limit", "35") == 0
+    now = [100.0]
+    monkeypatch.setattr(load("parts").time, "monotonic", lambda: now[0])
+    fake.tick = lambda: now.append(now.pop() + 10)
+    assert runner("short_fake", "short_more", "short_whole", "--limit", "5") == 0
     printed = capsys.readouterr().out
+    monkeypatch.undo()
     assert re.search(r"^\[1/3, \d+ s\] n=1 fwd$", printed, re.MULTILINE)
     left = {table: shlex.split(words) for table, words in re.findall(r"^left: (\w+) --rows (.*)$", printed, re.MULTILINE)}
     assert left == {"short_fake": fake.CASES[1:], "short_more": ["m=1 fwd", "m=1 fwd+bwd", "m=2 fwd"]}
     assert "left: short_whole as a whole" in printed
     assert {case for case, _ in fake.seen} == {"n=1 fwd"}
-    monkeypatch.undo()
-    fake.seen.clear()
     part = load("parts").Part(left["short_fake"])
     assert list(part.cases(fake.CASES)) == fake.CASES[1:]
 
@@ -315,6 +318,19 @@ def test_the_older_rows_are_those_that_the_verdict_counts(load):
     for found in stale.verdicts():
         if not found.unknown:
             assert len(stale.older_rows(found.path)) == found.stale
+
+
+def test_tables_have_processes_of_their_own(runner, fake, load, monkeypatch):
+    """With the gate of an operation once, and the first exit code that is not 0."""
+    module, started = load("run"), []
+    monkeypatch.setattr(module, "start", lambda words: started.append(words) or 7 * (words[0] == "short_more"))
+    words = ["short_fake", "short_more", "short_whole", "--commit", "0123abc", "--limit", "60", "--out", "there"]
+    assert module.main(words) == 7
+    common = ["--out", "there", "--repeat-ms", "40", "--limit"]
+    assert [(given[0], given[1:6]) for given in started] == [(table, common) for table in words[:3]]
+    assert all(0 < float(given[6]) <= 60 for given in started)
+    assert [given[7:] for given in started] == [["--commit", "0123abc"], *[["--commit", "0123abc", "--no-gate"]] * 2]
+    assert not fake.seen
 
 
 @pytest.mark.parametrize(
