@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from encoder_captured import Captured
-from encoders import CLIP_B, VIT, Architecture
+from encoders import CLIP_B, VIT, Architecture, compared
+from parts import Part
 from rows import Row, Writer
 from torch import Tensor
 
@@ -32,9 +33,7 @@ class Images:
     batch: int
     compiled: bool = False
 
-    @property
-    def words(self) -> str:
-        """By which `--rows` finds it."""
+    def __str__(self) -> str:
         return f"{self.architecture.name} B={self.batch} images fwd bfloat16"
 
     def pixels(self) -> Tensor:
@@ -49,15 +48,13 @@ IMAGES = [Images(model, batch, batch == 8) for model in (VIT, CLIP_B) for batch 
 def measure(writer: Writer, case: Images, device: str, repeat_ms: int) -> str:
     """Write the rows of a case; a line about them."""
     pixels = case.pixels()
-    calls, notes, handle = _calls(case, pixels, device)
+    calls, notes, handle = _calls(case, pixels, device, writer.part)
     found = {name: call() for name, call in calls.items()}
     for name, vectors in found.items():
         cosine = F.cosine_similarity(vectors, found["stock"]).min().item()
         if not cosine > LEAST:
-            raise SystemExit(
-                f"{name} of {case.words}: a vector has a cosine of {cosine:.6f} to stock's; at least {LEAST} is asked for"
-            )
-    times = throughput_in_turns(calls, device, ROUNDS, repeat_ms)
+            raise SystemExit(f"{name} of {case}: a vector has a cosine of {cosine:.6f} to stock's; at least {LEAST} is asked for")
+    times = throughput_in_turns(writer.part.calls(calls), device, ROUNDS, repeat_ms)
     problem = f"{case.architecture.name} B={case.batch} images tokens={case.architecture.tokens}"
     for name, timing in times.items():
         busy = kernel_time(calls[name], device)
@@ -68,12 +65,12 @@ def measure(writer: Writer, case: Images, device: str, repeat_ms: int) -> str:
         ]
         writer.add(Row("encoders", problem, name, "fwd", "bfloat16", *timing, note="; ".join(note)))
     handle.restore()
-    return f"{problem}: stock {times['stock'].p50:.2f} ms, " + ", ".join(
-        f"{name} x{times['stock'].p50 / timing.p50:.2f}" for name, timing in times.items() if name != "stock"
-    )
+    return f"{problem}: {compared(times)}"
 
 
-def _calls(case: Images, pixels: Tensor, device: str) -> tuple[dict[str, Callable[[], Tensor]], dict[str, list[str]], Any]:
+def _calls(
+    case: Images, pixels: Tensor, device: str, part: Part
+) -> tuple[dict[str, Callable[[], Tensor]], dict[str, list[str]], Any]:
     ours, theirs = (case.architecture.make(device, torch.bfloat16).model for _ in range(2))
     handle = saccade.optimize(ours)
 
@@ -92,7 +89,7 @@ def _calls(case: Images, pixels: Tensor, device: str) -> tuple[dict[str, Callabl
     if torch.device(device).type == "cuda":
         with torch.inference_mode():
             calls["stock_captured"] = on_host(Captured(stock, {"pixel_values": pixels}, device, 2))
-        if case.compiled:
+        if case.compiled and part.has("stock_compiled"):
             faster = torch.compile(case.architecture.make(device, torch.bfloat16).model, mode="reduce-overhead")
             calls["stock_compiled"] = on_host(lambda batch: stock(batch, faster))
             began = time.monotonic()

@@ -44,9 +44,7 @@ class Strings:
     pairs: bool = False
     architecture: Architecture = MINILM
 
-    @property
-    def words(self) -> str:
-        """By which `--rows` finds it."""
+    def __str__(self) -> str:
         return f"{self.architecture.name} {'predict' if self.pairs else 'encode'} from strings {self.count} {self.dtype}"
 
     def texts(self) -> list[Any]:
@@ -83,17 +81,17 @@ def measure(writer: Writer, case: Strings, device: str) -> str:
         "stock_best": lambda: stock(texts, batch_size=best),
         "saccade": lambda: method(texts),
     }
-    times = _in_turns(case, calls, device)
+    times = _in_turns(case, writer.part.calls(calls), device)
     rust, tokens = _rust_alone(ours, texts)
     notes = {"stock": "batches of 32", "stock_best": f"batches of {best}"}
-    notes["saccade"] = _parts(case, handle._strings[0], calls["saccade"], device, rust, times["saccade"].p50)
-    problem = f"{case.words.replace(str(case.count), f'texts={case.count} mean={tokens / len(texts):.0f}')}"
+    if "saccade" in times:
+        notes["saccade"] = _parts(case, handle._strings[0], calls["saccade"], device, rust, times["saccade"].p50)
+    problem = str(case).replace(str(case.count), f"texts={case.count} mean={tokens / len(texts):.0f}")
     for name, timing in times.items():
         note = f"{1e3 * case.count / timing.p50:.0f} texts/s; {notes[name]}"
         writer.add(Row("encoders", problem, name, "fwd", case.dtype, *timing, note=note))
     handle.restore()
-    gains = ", ".join(f"x{times[name].p50 / times['saccade'].p50:.2f} of {name}" for name in ("stock", "stock_best"))
-    return f"{problem}: saccade {times['saccade'].p50:.2f} ms, {gains}; {notes['saccade']}"
+    return f"{problem}: " + ", ".join(f"{name} {timing.p50:.2f} ms ({notes[name]})" for name, timing in times.items())
 
 
 def _check(case: Strings, wanted: Any, found: Any) -> None:
@@ -102,13 +100,13 @@ def _check(case: Strings, wanted: Any, found: Any) -> None:
         difference = ((found - wanted).square().mean().sqrt() / wanted.std()).item()
         if not difference < _MOST[case.dtype]:
             raise SystemExit(
-                f"saccade of {case.words}: scores differ from stock's by {difference:.4f} standard deviations; {_MOST[case.dtype]} are allowed"
+                f"saccade of {case}: scores differ from stock's by {difference:.4f} standard deviations; {_MOST[case.dtype]} are allowed"
             )
         return
     cosine = F.cosine_similarity(found, wanted).min().item()
     if not cosine > _LEAST[case.dtype]:
         raise SystemExit(
-            f"saccade of {case.words}: an embedding has a cosine of {cosine:.6f} to stock's; at least {_LEAST[case.dtype]} is asked for"
+            f"saccade of {case}: an embedding has a cosine of {cosine:.6f} to stock's; at least {_LEAST[case.dtype]} is asked for"
         )
 
 
@@ -137,7 +135,7 @@ def _in_turns(case: Strings, calls: dict[str, Callable[[], object]], device: str
             while sum(taken) < WINDOW:
                 taken.append(_seconds(calls[name], device))
             found[name].append(1e3 * statistics.median(taken))
-            print(f"  {case.words}, round {turn + 1} of {ROUNDS}: {name} {found[name][-1]:.1f} ms", flush=True)
+            print(f"  {case}, round {turn + 1} of {ROUNDS}: {name} {found[name][-1]:.1f} ms", flush=True)
     return {name: Timing(statistics.median(x), min(x), max(x)) for name, x in found.items()}
 
 
@@ -204,7 +202,7 @@ def _device_alone(case: Strings, strings: Any, call: Callable[[], object], devic
     with patch.object(where, name, recorded):
         call()
     if not seen:
-        raise SystemExit(f"saccade of {case.words}: no batch went through {name}: {strings.explain()}")
+        raise SystemExit(f"saccade of {case}: no batch went through {name}: {strings.explain()}")
 
     @torch.inference_mode()
     def again() -> None:

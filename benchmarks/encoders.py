@@ -7,13 +7,15 @@ of queries and keys are therefore drawn so large that scores have a standard dev
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from saccade.testing.timing import Timing
 
 CLASSES = 10  # of the linear head of a training step
 _LARGER = ("query", "key", "q_proj", "k_proj")
@@ -170,3 +172,10 @@ def training_step(encoder: Encoder, inputs: dict[str, Any], labels: Tensor) -> C
         optimiser.step()
 
     return step
+
+
+def compared(times: Mapping[str, Timing]) -> str:
+    """The time of each implementation, and how many times as fast as stock it is."""
+    stock = times.get("stock")
+    gains = {name: f" (x{stock.p50 / timing.p50:.2f})" for name, timing in times.items() if stock and name != "stock"}
+    return ", ".join(f"{name} {timing.p50:.2f} ms{gains.get(name, '')}" for name, timing in times.items())

@@ -12,8 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from machine import commit
 from ncu import Launch, NcuFailed, case, markdown, profile, write
-from rows import commit
 
 SHAPES = [
     (32, 32, 64),

@@ -3,70 +3,14 @@
 from __future__ import annotations
 
 import csv
-import datetime
-import functools
+import io
 import os
-import platform
-import subprocess
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TypeVar
 
-import torch
-
-import saccade
-from saccade.hardware import package_version
-
-HERE = Path(__file__).resolve().parent
-Case = TypeVar("Case")
-
-
-def in_checkout() -> bool:
-    """Whether these files are those of a checkout, and not of an installed package."""
-    return (HERE.parent / "src" / "saccade").is_dir()
-
-
-def commit() -> str:
-    """The commit of this checkout, or the version that is installed."""
-    if not in_checkout():
-        return f"v{saccade.__version__}"
-    try:
-        asked = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-    except OSError:
-        return "unknown"
-
-
-def _cpu() -> str:
-    """Model and number of usable cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        models = [
-            line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-        ]
-    except OSError:
-        models = []
-    return f"{models[0] if models else platform.machine()}, {cores} cores"
-
-
-@functools.cache
-def machine() -> dict[str, str]:
-    """The columns that say where and with what a row was measured."""
-    driver = "unknown"
-    try:
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.CalledProcessError):
-        pass
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
-        "torch": torch.__version__,
-        "triton": package_version("triton") or "none",
-        "driver": driver,
-        "commit": commit(),
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-    }
+from parts import Part
 
 
 @dataclass
@@ -93,37 +37,81 @@ class Row:
     date: str = ""
 
 
+Key = tuple[str, str, str, str, str]
+# a number that stands alone, as a measured one does: not those of "T5", "ViT-B/16" and "2:4"
+_NUMBER = re.compile(r"(?<![\w:./-])(?:x|n\^)?(?:\d[\d.,]*(?:e[+-]?\d+)?|nan|inf)%?(?![\w:/])")
+# what a run found without a number
+_FOUND = ("auto takes ", "timm's attention ", "does not fit ")
+
+
+def kind_of(note: str) -> str:
+    """The parts of a note that were known before the row was measured. A density is chosen, other numbers are found."""
+    parts = re.split(r"[;,] ", note)
+    return ", ".join(x for x in parts if x.startswith("density ") or not (_NUMBER.search(x) or x.startswith(_FOUND)))
+
+
+def key_of(row: Row) -> Key:
+    """In these, any two rows of a table differ."""
+    return row.problem, row.backend, row.direction, row.dtype, kind_of(row.note)
+
+
 @dataclass
 class Writer:
-    """Appends rows to a CSV as they are measured, so that an interrupted run keeps its rows."""
+    """Puts rows into a CSV as they are measured, in the places of older rows with the same key, so that an interrupted run keeps its rows and all others."""
 
     path: Path
     common: dict[str, str]
-    rows: list[Row] = field(default_factory=list)
+    part: Part = field(default_factory=Part)
+    rows: list[Row] = field(default_factory=list)  # that were measured
 
     def __post_init__(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "w", newline="") as handle:
-            csv.writer(handle, lineterminator="\n").writerow(f.name for f in fields(Row))
+        self._lines: dict[Key, str] = {}
+        self._measured: set[Key] = set()
+        for row in rows_of(self.path):
+            if key_of(row) in self._lines:
+                raise SystemExit(f"{self.path} has two rows of {key_of(row)}; delete one")
+            self._lines[key_of(row)] = _line(asdict(row).values())
 
     def add(self, row: Row) -> Row:
         """Complete a row with the machine's columns and write it."""
         for name, value in self.common.items():
             setattr(row, name, value)
+        key = key_of(row)
+        if key in self._measured:
+            raise ValueError(f"two rows of this run are of {key}; their notes must tell them apart")
+        self._measured.add(key)
         self.rows.append(row)
-        rounded = [f"{v:.4g}" if isinstance(v, float) else v for v in asdict(row).values()]
-        with open(self.path, "a", newline="") as handle:
-            csv.writer(handle, lineterminator="\n").writerow(rounded)
+        self._lines[key] = _line(f"{v:.4g}" if isinstance(v, float) else v for v in asdict(row).values())
+        self._write()
         return row
 
+    def drop_others(self) -> None:
+        """Drop the rows of problems of which this run measured none."""
+        problems = {row.problem for row in self.rows}
+        self._lines = {key: line for key, line in self._lines.items() if key[0] in problems}
+        self._write()
 
-def named(cases: Iterable[Case], rows: Sequence[str]) -> list[Case]:
-    """The cases with one of these words in their names; all of them without words.
+    def _write(self) -> None:
+        beside = self.path.with_name(f"{self.path.name}.new")
+        beside.write_text(_line(f.name for f in fields(Row)) + "".join(self._lines.values()), newline="")
+        os.replace(beside, self.path)
 
-    Raises:
-        SystemExit: a word is in no name.
-    """
-    names = {str(case): case for case in cases}
-    if unknown := [word for word in rows if not any(word in name for name in names)]:
-        raise SystemExit(f"--rows is {', '.join(unknown)}; the rows are {'; '.join(names)}")
-    return [case for name, case in names.items() if not rows or any(word in name for word in rows)]
+
+def rows_of(path: Path) -> list[Row]:
+    """The rows of a CSV, with the text of each column; none if there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [Row(**{f.name: row.get(f.name) or "" for f in fields(Row)}) for row in csv.DictReader(file)]
+
+
+def numbers_of(problem: str) -> dict[str, int]:
+    """The sizes that the description of a problem gives."""
+    return {name: int(value) for name, value in re.findall(r"\b(\w+)=(\d+)\b", problem)}
+
+
+def _line(values: Iterable[object]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(values)
+    return line.getvalue()

@@ -38,6 +38,9 @@ class Shape:
     kv_len: int
     dim: int
 
+    def __str__(self) -> str:
+        return f"S={self.kv_len} D={self.dim} {self.batch * self.heads} problems"
+
     def leaves(self, packed: bool = False) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """(leaves that take the gradient, query/key/value as `[B, H, T, D]`, the gradient of the output)."""
 
@@ -71,11 +74,11 @@ def time_directions(call: Callable[[], Tensor], leaves: list[Tensor], dout: Tens
 
 
 def log_normal_lengths(batch: int, mean: int, longest: int) -> Tensor:
-    """Tokens of each sequence, from a log-normal distribution (sigma 0.5) cut at the longest: most are shorter than the mean, as in
-    text."""
+    """Tokens of each sequence, on the host, from a log-normal distribution (sigma 0.5) cut at the longest: most are shorter than the mean,
+    as in text."""
     source = torch.Generator().manual_seed(0)
     normal = torch.randn(batch, generator=source) * 0.5 + torch.tensor(0.9 * mean).log()
-    return normal.exp().long().clamp(2, longest).to(DEVICE)
+    return normal.exp().long().clamp(2, longest)
 
 
 def error_ratio(args: AttentionArgs, dout: Tensor, results: tuple[Tensor, ...], names: str) -> float:

@@ -14,7 +14,6 @@ import csv
 import hashlib
 import re
 import subprocess
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -112,19 +111,48 @@ def verdicts(results: Path = HERE / "results") -> list[Verdict]:
 
 def verdict(path: Path) -> Verdict:
     """The changes since the rows of a CSV were measured."""
+    rows, changed, unknown = _judged(path)
+    commits = tuple(dict.fromkeys(row.get("commit") or "" for row in rows))
+    found = tuple(sorted(set().union(*changed.values())))
+    return Verdict(path, len(rows), commits, found, len(_older(path, rows, changed)), unknown)
+
+
+def older_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV that are older than the code that they measure.
+
+    Raises:
+        ValueError: nothing can be said about them.
+    """
+    rows, changed, unknown = _judged(path)
+    if unknown:
+        raise ValueError(unknown)
+    return _older(path, rows, changed)
+
+
+Kind = tuple[str, bool]  # of rows: their commit, and whether they measure launches alone
+
+
+def _judged(path: Path) -> tuple[list[dict[str, str]], dict[Kind, set[str]], str]:
+    """(rows, the files that changed since those of a kind, why nothing can be said)."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    commits = tuple(dict.fromkeys(row.get("commit") or "" for row in rows))
+    commits = dict.fromkeys(row.get("commit") or "" for row in rows)
     if "" in commits:
-        return Verdict(path, len(rows), commits, unknown="rows name no commit")
+        return rows, {}, "rows name no commit"
     missing = [x for x in commits if not _tree(x)]
     if missing:
-        return Verdict(path, len(rows), commits, unknown=f"this checkout has no commit {missing[0]}")
+        return rows, {}, f"this checkout has no commit {missing[0]}"
     now = {name: blob for name, blob in _tree("HEAD").items() if is_measured(name, patterns_of(path.stem), blob)}
-    kinds = Counter((row["commit"], is_by_launches(path.stem, row)) for row in rows)
-    changed = {kind: {name for name, blob in now.items() if not _is_in(name, blob, *kind)} for kind in kinds}
-    stale = sum(count for kind, count in kinds.items() if changed[kind])
-    return Verdict(path, len(rows), commits, tuple(sorted(set().union(*changed.values()))), stale)
+    kinds = {_kind(path, row) for row in rows}
+    return rows, {kind: {name for name, blob in now.items() if not _is_in(name, blob, *kind)} for kind in kinds}, ""
+
+
+def _older(path: Path, rows: list[dict[str, str]], changed: dict[Kind, set[str]]) -> list[dict[str, str]]:
+    return [row for row in rows if changed and changed[_kind(path, row)]]
+
+
+def _kind(path: Path, row: Mapping[str, str]) -> Kind:
+    return row["commit"], is_by_launches(path.stem, row)
 
 
 def is_by_launches(table: str, row: Mapping[str, str]) -> bool:

@@ -16,6 +16,7 @@ from saccade.hardware import has_package
 from saccade.testing.timing import throughput_in_turns
 
 BATCH, SIZE, MODEL = 64, 224, "swin_tiny_patch4_window7_224"
+SWIN = f"Swin-T B={BATCH} size={SIZE}"
 
 
 class Swin(Encoder):
@@ -48,6 +49,7 @@ def measure_swin(writer: Writer, repeat_ms: int, rounds: int, device: str, dtype
     """Check, time and write; `stock` is the faster of timm's two settings. sizes: arguments of timm in the place of Swin-T's."""
     if not has_package("timm"):
         print("Swin-T is left out: timm is not installed (pip install timm)", flush=True)
+        writer.part.left.append(f"{SWIN} fwd+bwd")
         return
     import timm
 
@@ -60,6 +62,8 @@ def measure_swin(writer: Writer, repeat_ms: int, rounds: int, device: str, dtype
     times = throughput_in_turns(calls, device, rounds, repeat_ms)
     best = min(("unfused", "fused"), key=lambda name: times[name].p50)
     for name, backend in ((best, "stock"), ("saccade", "saccade")):
+        if not writer.part.has(backend):
+            continue
         note = f"{1e3 * BATCH / times[name].p50:.0f} items/s" + (f"; timm's attention {best}" if backend == "stock" else "")
         row = Row(
             "models",

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable
 
 import torch
+from encoders import compared
 from rows import Row, Writer
 from torch import Tensor, nn
 
@@ -47,7 +48,7 @@ def measure_torch_encoder(
         x = torch.randn(batch, tokens, width, device=device, dtype=dtype, requires_grad=True)
         ratio = _error_ratio(model, x)
         for direction in ("fwd", "fwd+bwd"):
-            calls = {name: _call(model, x, name, direction) for name in WAYS}
+            calls = {name: _call(model, x, name, direction) for name in WAYS if writer.part.has(name)}
             times = throughput_in_turns(calls, device, rounds, repeat_ms)
             busy = {name: kernel_time(call, device) for name, call in calls.items()}
             for name, timing in times.items():
@@ -56,8 +57,7 @@ def measure_torch_encoder(
                 row = Row("models", problem, name, direction, str(dtype).removeprefix("torch."), *timing, note=note)
                 row.error_ratio = "" if name == "stock" else ratio
                 writer.add(row)
-            stock, ours = times["stock"].p50, times["saccade"].p50
-            print(f"{NAME} B={batch} S={tokens} {direction}: stock {stock:.2f} ms, saccade x{stock / ours:.2f}", flush=True)
+            print(f"{NAME} B={batch} S={tokens} {direction}: {compared(times)}", flush=True)
 
 
 def _call(model: nn.Module, x: Tensor, name: str, direction: str) -> Callable[[], object]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rows import machine
+from machine import machine
 from torch import Tensor
 
 from saccade.hardware import arch_of

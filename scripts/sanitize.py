@@ -170,7 +170,7 @@ def main() -> int:
 
 def _row(program: str, tool: str, operation: str, backend: str, dtype: str, given: argparse.Namespace) -> tuple[Any, ...]:
     import torch
-    from rows import machine
+    from machine import machine
 
     import saccade
 

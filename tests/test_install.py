@@ -248,5 +248,5 @@ def test_the_wheel_runs_in_an_environment_of_its_own(published, tmp_path):
     runner = next(home.glob("lib/python*/site-packages/saccade/benchmarks/run.py"))
     said = run(python, runner, "--help", cwd=tmp_path)
     assert f"{tmp_path}/results/<gpu>" in "".join(said.split())
-    machine = f"import sys; sys.path.insert(0, {str(runner.parent)!r}); import rows; print(rows.machine()['commit'])"
+    machine = f"import sys; sys.path.insert(0, {str(runner.parent)!r}); import machine; print(machine.machine()['commit'])"
     assert run(python, "-c", machine, cwd=ROOT).strip() == f"v{version}"

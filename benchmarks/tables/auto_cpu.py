@@ -8,9 +8,10 @@ down slows both; medians with p20 and p80. Rows `auto` are `saccade.attention(..
 from __future__ import annotations
 
 import functools
+import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,10 @@ class Case(NamedTuple):
     feature: str = ""
     kv_heads: int | None = None
 
+    def __str__(self) -> str:
+        heads = f"H={self.heads} Hkv={self.kv_heads}" if self.kv_heads not in (None, self.heads) else f"H={self.heads}"
+        return f"B={self.batch} {heads} Tq={self.q_len} Tk={self.kv_len} D={self.dim} {self.feature}".rstrip()
+
 
 ENCODER = [
     Case(b, h, s, s, 64, f)
@@ -41,13 +46,25 @@ ENCODER = [
 ]
 DECODING = [Case(4, 8, 1, t, 64, f, k) for t in (512, 4096) for k in (8, 2) for f in ("", "row mask", "lengths")]
 CASES = [*ENCODER, *DECODING, Case(2, 8, 256, 256, 64, "row mask", 2), Case(2, 8, 256, 256, 64, "", 2)]  # fmt: skip
+NAMES = ("auto", "sdpa")
 TURNS, LEAST_SECONDS = 15, 0.4
+
+
+def every_case() -> list[Case]:
+    """The rows of the table."""
+    return CASES
+
+
+def case_of(row: Mapping[str, str]) -> str:
+    """The name of a row's case: the sizes of its problem and what it adds."""
+    call, _, feature = row["problem"].rpartition(")")
+    return " ".join([*re.findall(r"\b(?:B|H|Hkv|Tq|Tk|D)=[0-9]+", call), feature.strip()]).rstrip()
 
 
 def run(writer: Writer, repeat_ms: int) -> None:
     """Measure forward, and forward plus backward; for decoding only forward."""
     torch.set_num_threads(1)
-    for case in CASES:
+    for case in writer.part.cases(every_case()):
         for direction in ("fwd", "fwd+bwd"):
             if direction == "fwd" or case.q_len > 1:
                 _record(writer, case, direction)
@@ -61,23 +78,16 @@ def _record(writer: Writer, case: Case, direction: str) -> None:
     )  # fmt: skip
     dout = torch.randn_like(leaves[0])
     runs = {name: functools.partial(_run, call, direction, leaves, dout) for name, call in (("auto", ours), ("sdpa", theirs))}
-    times = in_turns(runs)
+    times = in_turns(writer.part.calls(runs))
     for name, found in times.items():
         p20, p50, p80 = (1e3 * found[int(q * (len(found) - 1))] for q in (0.2, 0.5, 0.8))
-        writer.add(
-            Row(
-                "auto_cpu",
-                f"{problem} {case.feature}".strip(),
-                name,
-                direction,
-                "fp32",
-                p50,
-                p20,
-                p80,
-                note="in turns, one thread",
-            )
+        named = f"{problem} {case.feature}".strip()
+        writer.add(Row("auto_cpu", named, name, direction, "fp32", p50, p20, p80, note="in turns, one thread"))
+    if len(times) == len(runs):
+        print(
+            f"x{ratio(times):.3f} {direction} {1e6 * statistics.median(times['sdpa']):.0f} us {problem} {case.feature}",
+            flush=True,
         )
-    print(f"x{ratio(times):.3f} {direction} {1e6 * statistics.median(times['sdpa']):.0f} us {problem} {case.feature}", flush=True)
 
 
 def ratio(times: dict[str, list[float]]) -> float:

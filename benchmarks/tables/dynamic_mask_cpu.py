@@ -19,12 +19,23 @@ from saccade.testing.timing import take_turns
 OURS = ("gather_cpp", "gather_torch")
 HEADS, DIM = 8, 64
 SETTINGS = ((2048, 256), (4096, 256), (8192, 256), (8192, 512))  # length, keep
+NAMES = (*OURS, "sdpa")
 REPEATS = 7
+
+
+def every_case() -> dict[str, tuple[int, int]]:
+    """Problem -> length and keep."""
+    return {
+        f"dynamic_mask(B=1 H={HEADS} Hkv={HEADS} Tq={length} Tk={length} D={DIM} keep={keep} random fp32)": (length, keep)
+        for length, keep in SETTINGS
+    }
 
 
 def run(writer: Writer, repeat_ms: int) -> None:
     """Forward through the public function, and backward alone."""
-    for length, keep in SETTINGS:
+    settings = every_case()
+    for problem in writer.part.cases(settings):
+        length, keep = settings[problem]
         leaves = [torch.randn(1, HEADS, length, DIM, requires_grad=True) for _ in "qkv"]
         scores = torch.randn(1, HEADS, length, requires_grad=True)
         calls = {
@@ -36,10 +47,11 @@ def run(writer: Writer, repeat_ms: int) -> None:
             },
             "sdpa": lambda leaves=leaves: F.scaled_dot_product_attention(*leaves, is_causal=True),
         }
+        calls = writer.part.calls(calls)
         inputs = {**{name: [*leaves, scores] for name in OURS}, "sdpa": leaves}
-        _record(writer, length, keep, "fwd", {name: _forward(call) for name, call in calls.items()})
+        _record(writer, problem, "fwd", {name: _forward(call) for name, call in calls.items()})
         outs = {name: call() for name, call in calls.items()}
-        _record(writer, length, keep, "bwd", {name: _backward(outs[name], inputs[name]) for name in calls})
+        _record(writer, problem, "bwd", {name: _backward(outs[name], inputs[name]) for name in calls})
 
 
 def _forward(call: Callable[[], Tensor]) -> Callable[[], object]:
@@ -55,10 +67,9 @@ def _backward(out: Tensor, inputs: list[Tensor]) -> Callable[[], object]:
     return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
 
-def _record(writer: Writer, length: int, keep: int, direction: str, calls: dict[str, Callable[[], object]]) -> None:
+def _record(writer: Writer, problem: str, direction: str, calls: dict[str, Callable[[], object]]) -> None:
     times = take_turns(calls, torch.device("cpu"), REPEATS)
-    problem = f"dynamic_mask(B=1 H={HEADS} Hkv={HEADS} Tq={length} Tk={length} D={DIM} keep={keep} random fp32)"
     for name, ms in times.items():
         writer.add(Row("dynamic_mask_cpu", problem, name, direction, "fp32", ms, ms, ms, note="median of turns"))
-    said = ", ".join(f"{name} {times[name]:.0f} ms (x{times['sdpa'] / times[name]:.2f})" for name in OURS)
-    print(f"n={length} w={keep} {direction}: {said}, SDPA {times['sdpa']:.0f} ms", flush=True)
+    gains = {name: f" (x{times['sdpa'] / ms:.2f})" for name, ms in times.items() if "sdpa" in times}
+    print(f"{direction}: " + ", ".join(f"{name} {ms:.0f} ms{gains.get(name, '')}" for name, ms in times.items()), flush=True)

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,8 @@ from encoder_steps import Head, Step, host_split
 from encoder_strings import STRINGS, Strings
 from encoder_strings import measure as measure_strings
 from encoder_text import drawn, passages
-from encoders import BERT, MINILM, MODERN, XLMR, Architecture
+from encoders import BERT, MINILM, MODERN, XLMR, Architecture, compared
+from parts import Part
 from rows import Row, Writer
 from sentence_models import batches_of, sentence_transformer
 from torch import Tensor, nn
@@ -49,6 +50,10 @@ from saccade.testing.timing import kernel_time, throughput_in_turns
 DEVICE = "cuda"
 ROUNDS = 3
 SENTENCES = 2048
+NAMES = (
+    "stock", "stock_captured", "stock_compiled", "stock_best", "varlen_unpadded", "varlen_captured", "saccade", "saccade_plain", "saccade_captured",
+    "saccade_plain_captured",
+)  # fmt: skip
 PASSAGES = (180, 512)  # tokens in the mean, and at most
 
 
@@ -64,9 +69,7 @@ class Case:
     passages: bool = False
     peers: tuple[str, ...] = ()
 
-    @property
-    def words(self) -> str:
-        """By which `--rows` finds it."""
+    def __str__(self) -> str:
         kind = "passages" if self.passages else "sentences"
         return f"{self.architecture.name} B={self.batch} {kind} {self.direction} {self.dtype}"
 
@@ -119,13 +122,23 @@ CASES = [
 ]
 
 
-def run(writer: Writer, repeat_ms: int, rows: list[str] | None = None) -> None:
-    """Measure every case, or those whose words hold one of `rows`."""
+def every_case() -> list[Case | Images | Strings]:
+    """The rows of the table: text, images, strings."""
+    return [*CASES, *IMAGES, *STRINGS]
+
+
+def case_of(row: Mapping[str, str]) -> str:
+    """The name of a row's case: without what its texts turned out to be."""
+    problem, strings = re.subn(r"texts=([0-9]+) mean=[0-9]+", r"\1", row["problem"])
+    kind = re.match(r".* (sentences|passages|images)\b", problem)
+    return problem if strings or not kind else f"{kind[0]} {row['direction']} {row['dtype']}"
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
+    """Measure every case."""
     register_all()
     wait_for_known_calls(DEVICE)
-    began = time.monotonic()
-    chosen = [case for case in (*CASES, *IMAGES, *STRINGS) if not rows or any(name in case.words for name in rows)]
-    for number, case in enumerate(chosen, 1):
+    for case in writer.part.cases(every_case()):
         if isinstance(case, Strings):
             said = measure_strings(writer, case, DEVICE)
         elif isinstance(case, Images):
@@ -134,14 +147,14 @@ def run(writer: Writer, repeat_ms: int, rows: list[str] | None = None) -> None:
             said = (_measure_forward if case.direction == "fwd" else _measure_training)(writer, case, repeat_ms)
         gc.collect()
         torch.cuda.empty_cache()
-        print(f"[{number}/{len(chosen)}, {time.monotonic() - began:.0f} s] {said}", flush=True)
+        print(said, flush=True)
 
 
 def _measure_forward(writer: Writer, case: Case, repeat_ms: int) -> str:
     batches = case.batches()
-    calls, handles = _forward_calls(case, batches)
+    calls, handles = _forward_calls(case, batches, writer.part)
     _check(case, {name: call() for name, call in calls.items()})
-    times = throughput_in_turns(calls, DEVICE, ROUNDS, repeat_ms)
+    times = throughput_in_turns(writer.part.calls(calls), DEVICE, ROUNDS, repeat_ms)
     said = _write(writer, case, batches, times, calls, handles)
     for one in handles.values():
         one.restore()
@@ -151,7 +164,7 @@ def _measure_forward(writer: Writer, case: Case, repeat_ms: int) -> str:
 def _measure_training(writer: Writer, case: Case, repeat_ms: int) -> str:
     batches, calls = case.batches(), {}
     handles, loops = {}, {}
-    for name in ("stock", "saccade", "saccade_captured", "saccade_plain_captured", *case.peers):
+    for name in filter(writer.part.has, ("stock", "saccade", "saccade_captured", "saccade_plain_captured", *case.peers)):
         model = Head(case.model()[0].auto_model, name.startswith("saccade"))
         if model.is_ours:
             handles[name] = saccade.optimize(model, fuse="plain" not in name)
@@ -197,8 +210,7 @@ def _write(
             note += [f"compiled in {fusion.seconds:.0f} s"] if fusion is not None else []
             note.append(f"{len(graphs)} graphs, {sum(g.bytes for g in graphs) / 2**20:.0f} MiB")
         writer.add(Row("encoders", problem, name, case.direction, case.dtype, *timing, note="; ".join(note)))
-    gains = ", ".join(f"{name} x{times['stock'].p50 / t.p50:.2f}" for name, t in times.items() if name != "stock")
-    return f"{problem} {case.direction}: stock {times['stock'].p50:.2f} ms, {gains}"
+    return f"{problem} {case.direction}: {compared(times)}"
 
 
 def _check(case: Case, found: dict[str, Any]) -> None:
@@ -211,8 +223,8 @@ def _check(case: Case, found: dict[str, Any]) -> None:
             )
 
 
-def _forward_calls(case: Case, batches: list[Padded]) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Any]]:
-    """The calls that are timed, by backend, and the handles of ours."""
+def _forward_calls(case: Case, batches: list[Padded], part: Part) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Any]]:
+    """The calls that are compared, by backend, and the handles of ours."""
     ours, plain, theirs = case.model(), case.model(), case.model()
     handles = {"saccade": saccade.optimize(ours), "saccade_plain": saccade.optimize(plain, fuse=False)}
     embeds: dict[str, Callable[[Padded], Tensor]] = {
@@ -220,7 +232,7 @@ def _forward_calls(case: Case, batches: list[Padded]) -> tuple[dict[str, Callabl
         "saccade": lambda batch: ours(dict(batch))["sentence_embedding"],
         "saccade_plain": lambda batch: plain(dict(batch))["sentence_embedding"],
     }
-    for name in case.peers:
+    for name in filter(part.has, case.peers):
         model = case.model()
         if name == "stock_captured":
             embeds[name] = captured_forward(lambda batch, model=model: model(batch)["sentence_embedding"], DEVICE)

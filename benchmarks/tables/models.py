@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import time
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,17 +39,20 @@ from encoders import (
     Architecture,
     Batch,
     Encoder,
+    compared,
     image_batch,
     text_batch,
     training_step,
 )
 from rows import Row, Writer
+from swin_step import SWIN, measure_swin
 from torch_encoder import NAME as TORCH_ENCODER
-from torch_encoder import measure_torch_encoder
+from torch_encoder import SIZES, measure_torch_encoder
 
 from saccade.testing.timing import Timing, kernel_time, throughput_in_turns
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
+NAMES = ("stock", "saccade", "saccade_unpadded", "varlen_unpadded", "fa4_unpadded", "saccade_cls_only")
 ROUNDS = 5
 SENTENCES, LONGEST = 2048, 128  # of the corpus, and the tokens where a sentence is cut
 _CORPUS, _TRAINING = "sentences", "training"
@@ -78,24 +81,27 @@ class Case:
         rows = rows_of(sorted(drawn(SENTENCES, 0), key=len, reverse=True), LONGEST)
         return [text_batch(rows[start : start + self.batch], DEVICE) for start in range(0, len(rows), self.batch)]
 
+    def __str__(self) -> str:
+        return f"{self._named('')} {self.direction}"
+
     def described(self, batches: list[Batch]) -> str:
         """The problem of its rows: model, batch and text."""
+        if not self.architecture.is_text:
+            return self._named("")
+        places = sum(batch.padded["input_ids"].numel() for batch in batches)
+        real = sum(int(batch.padded["attention_mask"].sum()) for batch in batches)
+        items = _items(batches)
+        return self._named(f" items={items} mean={real / items:.0f} padding={1 - real / places:.2f}")
+
+    def _named(self, of_text: str) -> str:
         said = f"{self.architecture.name} B={self.batch}"
         if not self.architecture.is_text:
             said += f" S={self.architecture.tokens}"
+        elif isinstance(self.text, int):
+            said += f" passages S={self.text}"
         else:
-            places = sum(batch.padded["input_ids"].numel() for batch in batches)
-            real = sum(int(batch.padded["attention_mask"].sum()) for batch in batches)
-            items = _items(batches)
-            name = (
-                f"passages S={self.text}"
-                if isinstance(self.text, int)
-                else "sentences, sorted"
-                if self.text == _CORPUS
-                else "sentences, drawn"
-            )
-            said += f" {name} items={items} mean={real / items:.0f} padding={1 - real / places:.2f}"
-        return said + (f" {self.feature}" if self.feature else "")
+            said += " sentences, sorted" if self.text == _CORPUS else " sentences, drawn"
+        return f"{said}{of_text} {self.feature}".rstrip()
 
 
 def _cases() -> list[Case]:
@@ -115,37 +121,47 @@ def _cases() -> list[Case]:
 CASES = _cases()
 
 
-def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
-    """Measure every case, or those whose model, feature or direction is among `rows`."""
+def every_case() -> dict[str, Callable[[Writer, int], None]]:
+    """Name -> what measures a case and writes its rows."""
+    found: dict[str, Callable[[Writer, int], None]] = {str(case): functools.partial(_measured, case) for case in CASES}
+    found[f"{SWIN} fwd+bwd"] = lambda writer, repeat_ms: measure_swin(writer, repeat_ms, ROUNDS, DEVICE, DTYPE)
+    for tokens, batch in SIZES:
+        found[f"{TORCH_ENCODER} B={batch} S={tokens}"] = functools.partial(_torch_encoder, (tokens, batch))
+    return found
+
+
+def case_of(row: Mapping[str, str]) -> str:
+    """The name of a row's case: without what its text turned out to be. One case of torch's own encoder has both directions."""
+    problem = re.sub(r" items=[0-9]+ mean=[0-9]+ padding=[0-9.]+", "", row["problem"])
+    return problem if problem.startswith(TORCH_ENCODER) else f"{problem} {row['direction']}"
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
+    """Measure every case."""
     register_all()
-    names = {name for case in CASES for name in _names(case)} | {"Swin-T", TORCH_ENCODER}
-    if unknown := set(rows) - names:
-        raise SystemExit(f"--rows is {', '.join(sorted(unknown))}; allowed are {', '.join(sorted(names))}")
-    chosen = [case for case in CASES if not rows or _names(case) & set(rows)]
     if DEVICE == "cuda":
         from tables.short_overhead import wait_for_native
 
         wait_for_native(60)
-    began = time.monotonic()
-    for number, case in enumerate(chosen, 1):
-        try:
-            said = _measure(writer, case, repeat_ms)
-        except torch.OutOfMemoryError as error:
-            said = f"{case.architecture.name} B={case.batch} {case.direction} is left out: {str(error).splitlines()[0]}"
-        gc.collect()
-        torch.cuda.empty_cache()
-        print(f"[{number}/{len(chosen)}, {time.monotonic() - began:.0f} s] {said}", flush=True)
-    if not rows or "Swin-T" in rows:
-        from swin_step import measure_swin
-
-        measure_swin(writer, repeat_ms, ROUNDS, DEVICE, DTYPE)
-    if not rows or TORCH_ENCODER in rows:
-        measure_torch_encoder(writer, repeat_ms, ROUNDS, DEVICE, DTYPE)
+    cases = every_case()
+    for name in writer.part.cases(cases):
+        cases[name](writer, repeat_ms)
 
 
-def _names(case: Case) -> set[str]:
-    """By which `rows` chooses a case."""
-    return {case.architecture.name, case.feature or "eager", case.direction}
+def _measured(case: Case, writer: Writer, repeat_ms: int) -> None:
+    """Measure a case, or leave it where memory is too small."""
+    try:
+        said = _measure(writer, case, repeat_ms)
+    except torch.OutOfMemoryError as error:
+        said = f"{case} is left out: {str(error).splitlines()[0]}"
+        writer.part.left.append(str(case))
+    gc.collect()
+    torch.cuda.empty_cache()
+    print(said, flush=True)
+
+
+def _torch_encoder(size: tuple[int, int], writer: Writer, repeat_ms: int) -> None:
+    measure_torch_encoder(writer, repeat_ms, ROUNDS, DEVICE, DTYPE, (size,))
 
 
 def _measure(writer: Writer, case: Case, repeat_ms: int) -> str:
@@ -154,13 +170,14 @@ def _measure(writer: Writer, case: Case, repeat_ms: int) -> str:
     problem = case.described(batches)
     variants, predicted = _variants(case, case.architecture.make(DEVICE, DTYPE))
     without = {name: variants.pop(name) for name in (NOTHING, f"{NOTHING}_packed") if name in variants}
+    measured = writer.part.calls(variants)
     stock = variants["stock"]
     others = {name: variant for name, variant in variants.items() if name != "stock"}
     ratios = over_budget(stock, others, batches, case.direction != "fwd")
-    calls = {name: _call(case, variant, batches) for name, variant in {**variants, **without}.items()}
+    calls = {name: _call(case, variant, batches) for name, variant in {**measured, **without}.items()}
     times = throughput_in_turns(calls, DEVICE, ROUNDS, repeat_ms)
-    busy = {name: kernel_time(calls[name], DEVICE) for name in variants}
-    for name, variant in variants.items():
+    busy = {name: kernel_time(calls[name], DEVICE) for name in measured}
+    for name, variant in measured.items():
         bare = times.get(f"{NOTHING}_packed" if variant.packed else NOTHING)
         note = _note(
             _items(batches), times[name], busy[name], bare, case.feature, predicted if name == "saccade_cls_only" else None
@@ -168,12 +185,7 @@ def _measure(writer: Writer, case: Case, repeat_ms: int) -> str:
         row = Row("models", problem, name, case.direction, str(DTYPE).removeprefix("torch."), *times[name], note=note)
         row.error_ratio = ratios.get(name, "")
         writer.add(row)
-    gains = (f"{name} x{times['stock'].p50 / times[name].p50:.2f}{_of_kernels(busy['stock'], busy[name])}" for name in others)
-    return f"{problem} {case.direction}: stock {times['stock'].p50:.2f} ms, {', '.join(gains)}"
-
-
-def _of_kernels(stock: float | None, other: float | None) -> str:
-    return "" if not stock or not other else f" (kernels x{stock / other:.2f})"
+    return f"{problem} {case.direction}: {compared({name: times[name] for name in measured})}"
 
 
 def _variants(case: Case, encoder: Encoder) -> tuple[dict[str, Variant], float | None]:

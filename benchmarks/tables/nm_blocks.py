@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -78,10 +78,20 @@ def visible_share(blocks: Tensor) -> float:
     return blocks.double().mean().item()
 
 
+def every_case() -> list[Setting]:
+    """The rows of the table."""
+    return SETTINGS
+
+
+def case_of(row: Mapping[str, str]) -> str:
+    """The name of a row's case: its problem without the blocks."""
+    return row["problem"].partition(f" {BLOCK}x{BLOCK} ")[0]
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
     """Compare with float64; then each setting, forward and forward plus backward, all implementations in turn."""
     ratios = {(pattern, dim): compared(pattern, dim) for pattern in PATTERNS for dim in sorted({s.dim for s in SETTINGS})}
-    for setting in SETTINGS:
+    for setting in writer.part.cases(every_case()):
         leaves, dout = _leaves(setting)
         blocks = BIGBIRD.mask(setting.length).to(DEVICE)
         calls, notes = _calls(leaves, dout, blocks)

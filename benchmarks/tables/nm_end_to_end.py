@@ -29,10 +29,15 @@ ATTENTION: dict[str, Attend] = {
 SHAPES = [Shape(n, h, f) for h in (4, 8) for n in (512, 1024, 2048, 4096) for f in (256, 512, 1024)]
 
 
+def every_case() -> list[Shape]:
+    """The rows of the table."""
+    return SHAPES
+
+
 @torch.inference_mode()
 def run(writer: Writer, repeat_ms: int) -> None:
     """Each shape, every attention."""
-    for shape in SHAPES:
+    for shape in writer.part.cases(every_case()):
         layers, x = encoder(shape)
         times, peaks = {}, {}
         for name, attend in ATTENTION.items():

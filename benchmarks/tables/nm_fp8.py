@@ -9,12 +9,12 @@ products at 790 TFLOP/s in bf16. Calls of one setting take turns in a new random
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from fp8 import eight_bits
-from rows import Row, Writer, named
+from rows import Row, Writer
 from tables.nm_fused import PATTERNS, PEAK_TFLOPS, Setting, in_turn
 from torch import Tensor
 
@@ -24,9 +24,14 @@ SETTINGS = [Setting(n, d, causal) for d in (64, 128) for causal in (False, True)
 Call = tuple[Callable[[], Tensor], Tensor | float]
 
 
-def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
+def every_case() -> list[Setting]:
+    """The rows of the table."""
+    return SETTINGS
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
     """Forward of each setting, all implementations in turn."""
-    for setting in named(SETTINGS, rows):
+    for setting in writer.part.cases(every_case()):
         torch.manual_seed(0)
         tensors = [torch.randn(setting.sizes, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
         with torch.no_grad():

@@ -15,12 +15,12 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from peers import peers
-from rows import Row, Writer, named
+from rows import Row, Writer
 from torch import Tensor
 
 import saccade
@@ -59,9 +59,14 @@ class Setting:
 SETTINGS = [Setting(n, d, causal) for d in (128, 64) for causal in (False, True) for n in (1024, 2048, 4096, 8192, 16384)]
 
 
-def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
+def every_case() -> list[Setting]:
+    """The rows of the table."""
+    return SETTINGS
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
     """Each setting: forward and forward plus backward of ours and of the peers, in turn."""
-    for setting in named(SETTINGS, rows):
+    for setting in writer.part.cases(every_case()):
         shape = setting.sizes
         leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
         dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)

@@ -25,10 +25,15 @@ from saccade.nm_sparse.fused.config import Sm80Config, pick_sm80
 from saccade.testing.timing import Timing
 
 
+def every_case() -> list[Setting]:
+    """The rows of the table."""
+    return [setting for setting in SETTINGS if setting.length >= 2048]
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
     """Each setting: both patterns and FLASH, in turn."""
     flash = peers()["sdpa_flash"]
-    for setting in (s for s in SETTINGS if s.length >= 2048):
+    for setting in writer.part.cases(every_case()):
         qkv = [torch.randn(setting.sizes, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
         calls: dict[str, Callable[[], object]] = {pattern: forced(qkv, setting, pattern) for pattern in PATTERNS}
         calls["flash"] = functools.partial(flash, *qkv, is_causal=setting.is_causal)

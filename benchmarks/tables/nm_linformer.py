@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -51,9 +51,19 @@ class Contender:
     rank: int = 0
 
 
+def every_case() -> list[Setting]:
+    """The rows of the table."""
+    return SETTINGS
+
+
+def case_of(row: Mapping[str, str]) -> str:
+    """The name of a row's case: its problem without what is said of its tokens."""
+    return row["problem"].partition(" tokens ")[0]
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
     """Each setting: all ranks and the dense peers in turn, forward, then forward plus backward."""
-    for setting in SETTINGS:
+    for setting in writer.part.cases(every_case()):
         *leaves, dout = tokens(setting)
         contenders = _contenders(leaves, dout)
         notes = {name: _note(name, found, leaves) for name, found in contenders.items()}

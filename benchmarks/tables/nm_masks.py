@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rows import Row, Writer
+from rows import Row, Writer, numbers_of
 from steps import step, those_that_run
 from tables.nm_fused import PATTERNS, PEAK_TFLOPS, Setting, in_turn
 from torch import Tensor
@@ -38,9 +38,20 @@ class Given(NamedTuple):
     trained: bool = False
 
 
+def every_case() -> list[Setting]:
+    """The rows of the table."""
+    return SETTINGS
+
+
+def case_of(row: Mapping[str, str]) -> str:
+    """The name of a row's case, which has all masks."""
+    size = numbers_of(row["problem"])
+    return str(Setting(size["Tq"], size["D"], False))
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
     """Each setting and mask, forward and forward plus backward, all implementations in turn."""
-    for setting in SETTINGS:
+    for setting in writer.part.cases(every_case()):
         made = [torch.randn(sizes_of(setting), device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)]
         leaves, dout = [x.requires_grad_() for x in made[:3]], made[3]
         for given in masks(setting):

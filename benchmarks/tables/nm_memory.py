@@ -21,10 +21,15 @@ SETTINGS = [
 ] + [Setting(1000, 48), Setting(1000, 48, torch.float32, "1:2")]
 
 
+def every_case() -> list[Setting]:
+    """The rows of the table."""
+    return SETTINGS
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
     """Each setting; times are end to end, host included."""
     torch.backends.cuda.matmul.allow_tf32 = True
-    for setting in SETTINGS:
+    for setting in writer.part.cases(every_case()):
         query, key, value = setting.tensors()
         weights = saccade.nm_sparse.scores(query, key, pattern=setting.pattern, backend="mma_sp").nbytes
         calls = {

@@ -20,8 +20,9 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,17 +69,37 @@ class Model:
 MODELS = [Model(BERT, 256, 128), Model(VIT, 128, VIT.tokens)]
 
 
+@dataclass(frozen=True)
+class Case:
+    """All depths of a model in one direction, since a prediction needs all."""
+
+    model: Model
+    direction: str
+
+    def __str__(self) -> str:
+        return case_of({"problem": self.model.described(1), "direction": self.direction})
+
+
+def every_case() -> list[Case]:
+    """The parts of the table."""
+    return [Case(model, direction) for model in MODELS for direction in ("fwd", "fwd+bwd")]
+
+
+def case_of(row: Mapping[str, str]) -> str:
+    """The name of a row's case: its problem at any depth, and its direction."""
+    return f"{re.sub(r' L=[0-9]+', '', row['problem'])} {row['direction']}"
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
-    """Every model and direction: all depths are checked and timed, then their rows are written, since a prediction needs all."""
+    """Every model and direction: all depths are checked and timed, then their rows are written."""
     register_all()
     if DEVICE == "cuda":
         from tables.short_overhead import wait_for_native
 
         wait_for_native(60)
-    for model in MODELS:
-        for direction in ("fwd", "fwd+bwd"):
-            found = {depth: measure(model, depth, direction, repeat_ms) for depth in DEPTHS}
-            _write(writer, model, direction, found)
+    for case in writer.part.cases(every_case()):
+        found = {depth: measure(case.model, depth, case.direction, repeat_ms) for depth in DEPTHS}
+        _write(writer, case.model, case.direction, found)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from rows import Row, Writer, named
+from rows import Row, Writer
 from short_common import stream_bandwidth
 from steps import step
 from tables.short_ragged import both_ways
@@ -30,6 +30,7 @@ from saccade.testing.timing import Timing
 DEVICE = "cuda"
 _MOST_BIAS = 2**33  # numbers of the bias of every row, beyond which torch's function is not tried
 _OURS = ("long", "shared_bias", "ragged", "auto")
+NAMES = (*_OURS, "sdpa", "flex", "cuequivariance")
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ class Shape:
         bias = torch.randn(self.bias_shape, device=DEVICE, dtype=torch.bfloat16)
         return [x.requires_grad_() for x in (*(x.transpose(1, 2) for x in made), bias)]
 
-    def mask(self) -> Tensor | None:
+    def mask(self, device: str | None = None) -> Tensor | None:
         """bool `[B, N]`: a fifth of the keys of each row is hidden."""
         if not self.masked:
             return None
         source = torch.Generator().manual_seed(0)
-        return (torch.rand(self.batch, self.tokens, generator=source) < 0.8).to(DEVICE)
+        return (torch.rand(self.batch, self.tokens, generator=source) < 0.8).to(device or DEVICE)
 
     def __str__(self) -> str:
         return _described(self)
@@ -68,12 +69,14 @@ class Shape:
 
 @functools.cache
 def _described(shape: Shape) -> str:
-    """The description of the call, as `explain` gives it."""
-    made = torch.empty(shape.batch, shape.heads, shape.tokens, shape.dim, device=DEVICE, dtype=torch.bfloat16)
-    bias = torch.empty(shape.bias_shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    """The description of the call, as `explain` gives it; where no GPU is, that on an H100."""
+    device = DEVICE if torch.cuda.is_available() or DEVICE == "cpu" else "meta"
+    made = torch.empty(shape.batch, shape.heads, shape.tokens, shape.dim, device=device, dtype=torch.bfloat16)
+    bias = torch.empty(shape.bias_shape, device=device, dtype=torch.bfloat16, requires_grad=True)
     query = made.unflatten(0, (-1, shape.windows)) if shape.windows else made
-    options = (0.0, False, None, False, None, False, False, True, None, shape.mask())
-    return str(describe_attention(query, query, query, bias, *options))
+    options = (0.0, False, None, False, None, False, False, True, None, shape.mask(device))
+    problem = describe_attention(query, query, query, bias, *options)
+    return str(replace(problem, device_type="cuda", arch=90) if device == "meta" else problem)
 
 
 SHAPES = [
@@ -84,12 +87,17 @@ SHAPES = [
 ]
 
 
-def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
+def every_case() -> list[Shape]:
+    """The rows of the table."""
+    return SHAPES
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
     """Measure forward, backward and both, end to end."""
     bandwidth = stream_bandwidth()
-    for shape in named(SHAPES, rows):
+    for shape in writer.part.cases(every_case()):
         roofs, found = _roofs(shape, bandwidth), {}
-        for name, call in calls_of(shape).items():
+        for name, call in writer.part.calls(calls_of(shape)).items():
             notes = [shape.model]
             prepare = functools.partial(_made, shape, name, call, notes)
             for kind, timings in both_ways(name, prepare, repeat_ms).items():

@@ -6,6 +6,8 @@ other and take turns (wall clock, host time included). Rows where `auto` or `sho
 """
 
 import functools
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,7 +40,11 @@ class Case:
         """The feature that the description of a call does not show: a mask of one row for all queries is `[B, 1, Tq, Tk]` as any other."""
         return self.feature if self.feature in SAME_ROWS else ""
 
+    def __str__(self) -> str:
+        return case_of({"problem": str(described(self, True)), "note": self.note})
 
+
+NAMES = ("auto", "short", "sdpa")
 SAME_ROWS = ("equal rows, expanded", "equal rows, copied")
 # a mask or a bias of each form that transformers builds, and a bias that differs within the batch
 FORMS = ("2-D mask", *SAME_ROWS, "added mask", "batch bias")
@@ -63,21 +69,33 @@ CASES = (
 )  # fmt: skip
 
 
+def every_case() -> list[Case]:
+    """The rows of the table."""
+    return CASES
+
+
+def case_of(row: Mapping[str, str]) -> str:
+    """The name of a row's case: its problem on any GPU, and its note."""
+    return f"{re.sub(r' sm_[0-9]+', '', row['problem'])} {row['note']}".rstrip()
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
     """Measure forward, and forward plus backward, once C++ repeats the calls (`saccade.native`)."""
     wait_for_native()
-    for case in CASES:
+    for case in writer.part.cases(every_case()):
         qkv, ours, theirs, extra = _calls(case)
         problem = _described(case, qkv, ours)
         leaves = [*qkv, *extra]
         dout = torch.randn_like(qkv[0])
         calls = {"auto": functools.partial(ours, backend="auto"), "short": ours, "sdpa": theirs}
         for direction in ("fwd", "fwd+bwd"):
-            timed = {name: step(call, direction, leaves, dout) for name, call in calls.items()}
+            timed = {name: step(call, direction, leaves, dout) for name, call in writer.part.calls(calls).items()}
             timings = throughput_in_turns(timed, "cuda", rounds=5, window_ms=repeat_ms / 4)
             dtype = str(case.dtype)[6:].replace("float", "fp").replace("bfp", "bf")
             for name, timing in timings.items():
                 writer.add(Row("short_auto", str(problem), name, direction, dtype, *timing, note=case.note))
+            if writer.part.backends:
+                continue
             auto, named = (timings["sdpa"].p50 / timings[name].p50 for name in ("auto", "short"))
             taken = SHORT.prefers(replace(problem, needs_grad=direction != "fwd"))
             if auto < 0.97 or (named > 1.05 and not taken):

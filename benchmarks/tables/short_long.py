@@ -7,13 +7,13 @@ its products at 700 TFLOP/s. At `--repeat-ms 15` the table is meant to take at m
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from peers import peers
-from rows import Row, Writer, named
+from peers import SDPA, peers
+from rows import Row, Writer, numbers_of
 from short_common import Shape, error_ratio, log_normal_lengths, stream_bandwidth
 from steps import step, those_that_run
 from torch import Tensor
@@ -24,6 +24,7 @@ from saccade.exact.problem import describe_attention
 from saccade.testing.timing import Timing, measure_in_turns
 
 BACKENDS = {"long": "long", "auto": "auto"}  # ours: name in the table -> `backend` of the call
+NAMES = (*BACKENDS, "sdpa", *SDPA, "fa4")
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 PRODUCTS = 700e9  # operations a millisecond, about what the best kernels reach on an H200 in bf16
 NUMBERS, HEADS = 2**27, 8
@@ -37,6 +38,9 @@ class Case:
     shape: Shape
     name: str = ""
     feature: str = ""
+
+    def __str__(self) -> str:
+        return f"S={self.shape.q_len} D={self.shape.dim} {self.name or 'plain'} {self.feature}".rstrip()
 
 
 def square(batch: int, heads: int, length: int, dim: int) -> Shape:
@@ -60,11 +64,23 @@ CAUSAL = [Case(square(NUMBERS // (length * 64 * HEADS), HEADS, length, 64), feat
 CASES = PLAIN + MODELS + CAUSAL
 
 
-def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
+def every_case() -> list[Case]:
+    """The rows of the table."""
+    return CASES
+
+
+def case_of(row: Mapping[str, str]) -> str:
+    """The name of a row's case."""
+    size, problem = numbers_of(row["problem"]), row["problem"].split()
+    feature = next((x for x in ("causal", "lengths") if x in problem), "")
+    return f"S={size['Tq']} D={size['D']} {row['note'] or 'plain'} {feature}".rstrip()
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
     """Measure forward, backward and both of every row."""
     bandwidth = stream_bandwidth()
     print(f"three reads, one write: {bandwidth / 1e9:.2f} TB/s")
-    for case in named(CASES, rows):
+    for case in writer.part.cases(every_case()):
         print(line(case, *_measure(writer, case, bandwidth, repeat_ms)), flush=True)
         torch.cuda.empty_cache()
 
@@ -76,8 +92,8 @@ def _measure(
     leaves, _, dout = case.shape.leaves()
     lengths = None
     if case.feature == "lengths":
-        lengths = log_normal_lengths(case.shape.batch, case.shape.kv_len // 2, case.shape.kv_len)
-    calls = those_that_run(_calls(case, leaves, lengths), leaves, dout)
+        lengths = log_normal_lengths(case.shape.batch, case.shape.kv_len // 2, case.shape.kv_len).to(dout.device)
+    calls = those_that_run(writer.part.calls(_calls(case, leaves, lengths)), leaves, dout)
     keys = case.shape.batch * case.shape.kv_len if lengths is None else int(lengths.sum())
     roofs, operations = _roofs(case, keys, bandwidth), _operations(case, keys)
     ratios = {name: _error_ratios(case, call, leaves, dout, lengths) for name, call in calls.items() if name in BACKENDS}
@@ -150,7 +166,7 @@ def line(case: Case, found: dict[str, dict[str, Timing]], roofs: dict[str, float
     """Times of ours, shares of the roof, and gains over the best single peer: the one whose forward plus backward is least."""
     ours = [name for name in BACKENDS if name in found["fwd"]]
     others = [name for name in found["fwd"] if name not in BACKENDS]
-    said = f"S={case.shape.q_len} D={case.shape.dim} {case.name or 'plain'} {case.feature}".rstrip() + ":"
+    said = f"{case}:"
     for name in ours:
         times = {direction: found[direction][name].p50 for direction in DIRECTIONS}
         said += f" {name}"

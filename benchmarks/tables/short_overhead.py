@@ -5,6 +5,7 @@ forward plus backward by `.backward()` and by `torch.autograd.grad`. `python` is
 """
 
 import functools
+import math
 import random
 import statistics
 import time
@@ -21,20 +22,32 @@ from saccade.testing.timing import Timing
 
 CALLS, ROUNDS = 200, 11
 BATCH, HEADS, DIM = 2, 4, 64
+NAMES = ("auto", "short", "python", "sdpa")
 DIRECTIONS = ("fwd", "fwd with a graph", "fwd+backward()", "fwd+grad()")
 
 
+Made = tuple[list[torch.Tensor], dict[str, Callable[[], torch.Tensor]]]
+
+
+def every_case() -> dict[str, Callable[[], Made]]:
+    """Problem -> what makes its leaves and calls: [2, 4, 32, 64] and one query, then the sparse operations."""
+    found: dict[str, Callable[[], Made]] = {
+        f"attention(B={BATCH} H={HEADS} Tq={q_len} Tk=32 D={DIM} bf16 {layout})": functools.partial(calls_of, q_len, layout)
+        for q_len, layouts in ((32, ("bhtd", "bthd", "packed")), (1, ("bhtd", "bthd")))
+        for layout in layouts
+    }
+    return found | {
+        f"dynamic_mask_attention(B={BATCH} H={HEADS} T=64 D={DIM} keep=16 bf16)": dynamic_mask,
+        f"nm_sparse_attention(B={BATCH} H={HEADS} T=64 D={DIM} 2:4 bf16)": nm_sparse,
+    }
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
-    """[2, 4, 32, 64] and one query."""
+    """Every problem."""
     wait_for_native()
-    for q_len in (32, 1):
-        for layout in ("bhtd", "bthd", "packed"):
-            if layout == "packed" and q_len == 1:
-                continue
-            leaves, calls = calls_of(q_len, layout)
-            problem = f"attention(B={BATCH} H={HEADS} Tq={q_len} Tk=32 D={DIM} bf16 {layout})"
-            measure(writer, problem, leaves, calls, "torch")
-    sparse(writer)
+    cases = every_case()
+    for problem in writer.part.cases(cases):
+        measure(writer, problem, *cases[problem]())
 
 
 def wait_for_native(seconds: float = 240) -> None:
@@ -43,7 +56,7 @@ def wait_for_native(seconds: float = 240) -> None:
     print(f"calls that C++ replays: {native.status()}" if there else "without the C++ path")
 
 
-def calls_of(q_len: int, layout: str) -> tuple[list[torch.Tensor], dict[str, Callable[[], torch.Tensor]]]:
+def calls_of(q_len: int, layout: str) -> Made:
     """The leaves of a row, and each call on them."""
 
     def make(length: int) -> torch.Tensor:
@@ -66,7 +79,7 @@ def calls_of(q_len: int, layout: str) -> tuple[list[torch.Tensor], dict[str, Cal
         "auto": ours,
         "short": functools.partial(ours, backend="short"),
         "python": through_python(ours),
-        "torch": theirs,
+        "sdpa": theirs,
     }
 
 
@@ -84,48 +97,37 @@ def through_python(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tenso
     return run
 
 
-def sparse(writer: Writer) -> None:
-    """The two sparse operations, against torch's function on the same tensors."""
+def _sparse() -> tuple[list[torch.Tensor], Callable[[], torch.Tensor]]:
+    """The leaves of a sparse operation, and torch's function on them."""
     leaves = [torch.randn(BATCH, HEADS, 64, DIM, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
-    theirs = functools.partial(F.scaled_dot_product_attention, *leaves, is_causal=True)
+    return leaves, functools.partial(F.scaled_dot_product_attention, *leaves, is_causal=True)
+
+
+def dynamic_mask() -> Made:
+    """16 keys of 64."""
+    leaves, theirs = _sparse()
     scores = torch.randn(BATCH, HEADS, 64, device="cuda").requires_grad_()
-    masks = functools.partial(saccade.dynamic_mask_attention, *leaves, scores, keep=16)
-    measure(
-        writer,
-        f"dynamic_mask_attention(B={BATCH} H={HEADS} T=64 D={DIM} keep=16 bf16)",
-        leaves,
-        {"auto": masks, "torch": theirs},
-        "torch",
-    )
-    pruned = functools.partial(saccade.nm_sparse_attention, *leaves, is_causal=True)
-    measure(
-        writer,
-        f"nm_sparse_attention(B={BATCH} H={HEADS} T=64 D={DIM} 2:4 bf16)",
-        leaves,
-        {"auto": pruned, "torch": theirs},
-        "torch",
-    )
+    return leaves, {"auto": functools.partial(saccade.dynamic_mask_attention, *leaves, scores, keep=16), "sdpa": theirs}
 
 
-def measure(writer: Writer, problem: str, leaves: list[torch.Tensor], calls: dict[str, Callable], peer: str) -> None:
+def nm_sparse() -> Made:
+    """2:4."""
+    leaves, theirs = _sparse()
+    return leaves, {"auto": functools.partial(saccade.nm_sparse_attention, *leaves, is_causal=True), "sdpa": theirs}
+
+
+def measure(writer: Writer, problem: str, leaves: list[torch.Tensor], calls: dict[str, Callable]) -> None:
     """Every direction of one row."""
+    calls = writer.part.calls(calls)
     with torch.no_grad():
         douts = {name: torch.randn_like(call()) for name, call in calls.items()}
     for direction in DIRECTIONS:
         timed = {name: step_of(call, direction, leaves, douts[name]) for name, call in calls.items()}
         found = host_times(timed)
         for name, timing in found.items():
-            row = Row(
-                "short_overhead",
-                problem,
-                "sdpa" if name == peer else name,
-                direction,
-                "bf16",
-                *(1e-3 * t for t in timing),
-                note="host",
-            )
-            writer.add(row)
-        said = ", ".join(f"{name} {timing.p50:6.1f} us (x{timing.p50 / found[peer].p50:.2f})" for name, timing in found.items())
+            writer.add(Row("short_overhead", problem, name, direction, "bf16", *(1e-3 * t for t in timing), note="host"))
+        theirs = found["sdpa"].p50 if "sdpa" in found else math.nan
+        said = ", ".join(f"{name} {timing.p50:6.1f} us (x{timing.p50 / theirs:.2f})" for name, timing in found.items())
         print(f"{problem} {direction:16s}: {said}", flush=True)
 
 

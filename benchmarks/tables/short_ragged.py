@@ -7,13 +7,13 @@ graph: calls of small batches are host time otherwise.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from peers import fa4_packed, torch_packed
-from rows import Row, Writer, named
+from rows import Row, Writer
 from short_common import log_normal_lengths, stream_bandwidth, time_directions
 from steps import NOT_RUN, capture, first_line, step
 from torch import Tensor
@@ -25,6 +25,7 @@ from saccade.hardware import has_package
 from saccade.testing.timing import Timing, measure
 
 HEADS = 12
+NAMES = ("ragged", "auto", "varlen_attn", "sdpa_padded", "fa4")
 _MOST_PADDED = 2**33  # numbers of a padded tensor, beyond which it is not tried
 
 
@@ -39,7 +40,7 @@ class Shape:
     heads: int = HEADS
 
     def lengths(self) -> Tensor:
-        """Tokens of each sequence."""
+        """Tokens of each sequence, on the host."""
         return log_normal_lengths(self.batch, self.mean, self.longest)
 
     def __str__(self) -> str:
@@ -61,15 +62,20 @@ SHAPES = [
 ]
 
 
-def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
+def every_case() -> list[Shape]:
+    """The rows of the table."""
+    return SHAPES
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
     """Measure forward, backward and both, end to end and by the kernels alone."""
     bandwidth = stream_bandwidth()
-    for shape in named(SHAPES, rows):
-        lengths = shape.lengths()
+    for shape in writer.part.cases(every_case()):
+        lengths = shape.lengths().to("cuda")
         offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
         roofs = _roofs(shape, int(lengths.sum()), bandwidth)
         found, ours = dict[str, float](), dict[str, Timing]()
-        for name, call in _calls(shape, lengths, offsets).items():
+        for name, call in writer.part.calls(_calls(shape, lengths, offsets)).items():
             for kind, timings in both_ways(name, call, repeat_ms).items():
                 for direction, timing in timings.items():
                     row = Row("short_ragged", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note=kind)
@@ -78,15 +84,16 @@ def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
                     found[name] = timings["fwd"].p50 + timings["bwd"].p50
                     ours = timings if name == "ragged" else ours
             torch.cuda.empty_cache()
+        if not writer.part.has("ragged"):
+            continue
         _kernels(writer, shape, offsets, roofs, repeat_ms)
         if "ragged" not in found:
             continue
         others = [(total, name) for name, total in found.items() if name not in ("ragged", "auto")]
         gain = "no peer ran it"
         if others:
-            gain = (
-                f"total x{min(others)[0] / found['ragged']:.2f} of {min(others)[1]}, auto x{min(others)[0] / found['auto']:.2f}"
-            )
+            gain = f"total x{min(others)[0] / found['ragged']:.2f} of {min(others)[1]}"
+            gain += f", auto x{min(others)[0] / found['auto']:.2f}" if "auto" in found else ""
         print(
             f"{shape}: fwd {ours['fwd'].p50:.3f} bwd {ours['bwd'].p50:.3f}, share of the roof {roofs['fwd'] / ours['fwd'].p50:.2f} "
             f"{roofs['bwd'] / ours['bwd'].p50:.2f}, {gain}",

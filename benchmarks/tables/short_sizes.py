@@ -10,12 +10,12 @@ At `--repeat-ms 15` the table is meant to take at most 200 s.
 
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from peers import SDPA, peers
-from rows import Row, Writer
+from rows import Row, Writer, numbers_of
 from short_common import Shape
 from steps import NOT_RUN, calls_in_a_graph, capture, first_line, repeated, step, those_that_run
 from tables.short_overhead import wait_for_native
@@ -26,9 +26,11 @@ from saccade.exact.problem import describe_attention
 from saccade.testing.timing import Timing, throughput_in_turns
 
 BACKENDS = {"short": "short", "long": "long", "auto": "auto"}  # ours: name in the table -> `backend` of the call
+NAMES = (*BACKENDS, "sdpa", *SDPA)
 SHORT_UP_TO = 128  # tokens; of longer sequences the kernel is "long"
 DIRECTIONS = ("fwd", "fwd+bwd")
 HEADS, PROBLEMS = 12, (96, 384, 768, 1536, 3072, 6144, 12288)
+
 SHAPES = [
     Shape(problems // HEADS, HEADS, length, length, dim)
     for length in (32, 50, 64, 77, 128, 197, 257)
@@ -44,21 +46,32 @@ Found = dict[tuple[str, str], dict[str, Timing]]  # (note, direction) -> impleme
 Gains = dict[tuple[str, str], float]  # (what is compared, direction) -> how many times as fast
 
 
+def every_case() -> list[Shape]:
+    """The rows of the table."""
+    return SHAPES
+
+
+def case_of(row: Mapping[str, str]) -> str:
+    """The name of a row's case."""
+    size = numbers_of(row["problem"])
+    return str(Shape(size["B"], size["H"], size["Tq"], size["Tk"], size["D"]))
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
     """Measure forward, and forward plus backward, of every shape in both ways; at last the summary."""
     wait_for_native()
     found: dict[Shape, Gains] = {}
-    for shape in SHAPES:
+    for shape in writer.part.cases(every_case()):
         found[shape] = gains_of(_measure(writer, shape, repeat_ms / 4))
         said = ", ".join(f"{what} {direction} x{gain:.2f}" for (what, direction), gain in found[shape].items())
-        print(f"{_name(shape)}: {said or 'nothing to compare'}", flush=True)
+        print(f"{shape}: {said or 'nothing to compare'}", flush=True)
         torch.cuda.empty_cache()
     print("\n".join(summary(found)), flush=True)
 
 
 def _measure(writer: Writer, shape: Shape, window_ms: float) -> Found:
     leaves, _, dout = shape.leaves()
-    calls = those_that_run(_calls(shape, leaves), leaves, dout)
+    calls = those_that_run(writer.part.calls(_calls(shape, leaves)), leaves, dout)
     problem = str(describe_attention(*leaves, None, 0.0, False, None, False, None, False, False, True))
     found: Found = {}
     for note, timed in (("", _eager), ("kernel", _replayed)):
@@ -116,10 +129,6 @@ def summary(found: dict[Shape, Gains]) -> list[str]:
         below = sum(value < LEAST for value in values.values())
         lines.append(
             f"{what}, {direction}: x{statistics.geometric_mean(values.values()):.2f} on average, {below} of {len(values)} rows below "
-            f"{LEAST}, the worst x{values[worst]:.2f} at {_name(worst)}"
+            f"{LEAST}, the worst x{values[worst]:.2f} at {worst}"
         )
     return lines
-
-
-def _name(shape: Shape) -> str:
-    return f"S={shape.q_len} D={shape.dim} {shape.batch * shape.heads} problems"

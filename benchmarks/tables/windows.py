@@ -8,12 +8,12 @@ captures fail, and leave torch's generator unusable. FlexAttention is compiled f
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from rows import Row, Writer, named
+from rows import Row, Writer
 from short_common import stream_bandwidth
 from tables.short_ragged import both_ways
 from torch import Tensor
@@ -27,6 +27,7 @@ _TOKENS = 38_000
 _MOST_MASK = 2**30  # numbers of the mask of a padded batch, beyond which it is not tried
 Window = tuple[int, int]
 CAPTURED = ("ragged", "auto", "varlen_attn", "fa4")
+NAMES = (*CAPTURED, "sdpa_padded", "flex")
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class Shape:
     window: Window
 
     def lengths(self) -> Tensor:
-        """Tokens of each sequence."""
+        """Tokens of each sequence, on the host."""
         source = torch.Generator().manual_seed(0)
         count = max(1, round(_TOKENS / (0.6 * self.longest)))
-        return ((torch.rand(count, generator=source) * 0.8 + 0.2) * self.longest).long().clamp(1, self.longest).to(DEVICE)
+        return ((torch.rand(count, generator=source) * 0.8 + 0.2) * self.longest).long().clamp(1, self.longest)
 
     def __str__(self) -> str:
         lengths = self.lengths()
@@ -62,14 +63,19 @@ HEADS = {64: (12, 12), 128: (32, 8), 256: (3, 1)}
 SHAPES = [Shape(dim, *HEADS[dim], longest, window) for dim in HEADS for window in WINDOWS for longest in (256, 512, 2048, 8192)]
 
 
-def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
+def every_case() -> list[Shape]:
+    """The rows of the table."""
+    return SHAPES
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
     """Measure forward, backward and both, end to end."""
     bandwidth = stream_bandwidth()
-    for shape in named(SHAPES, rows):
-        lengths = shape.lengths()
+    for shape in writer.part.cases(every_case()):
+        lengths = shape.lengths().to(DEVICE)
         offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
         roofs, found = _roofs(shape, int(lengths.sum()), bandwidth), {}
-        for name, call in _calls(shape, lengths, offsets).items():
+        for name, call in writer.part.calls(_calls(shape, lengths, offsets)).items():
             for kind, timings in both_ways(name, call, repeat_ms, captured=name in CAPTURED).items():
                 for direction, timing in timings.items():
                     row = Row("windows", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction], note=kind)
@@ -87,7 +93,8 @@ def _say(shape: Shape, found: dict[str, dict[str, Timing]], roofs: dict[str, flo
     ours, (best, peer) = found["ragged"], min(others)
     print(
         f"{shape}: fwd {ours['fwd'].p50:.3f} bwd {ours['bwd'].p50:.3f}, share of the roof {roofs['fwd'] / ours['fwd'].p50:.2f} "
-        f"{roofs['bwd'] / ours['bwd'].p50:.2f}, total x{best / totals['ragged']:.2f} of {peer}, auto x{best / totals['auto']:.2f}",
+        f"{roofs['bwd'] / ours['bwd'].p50:.2f}, total x{best / totals['ragged']:.2f} of {peer}"
+        + (f", auto x{best / totals['auto']:.2f}" if "auto" in totals else ""),
         flush=True,
     )
 

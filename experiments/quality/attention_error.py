@@ -34,8 +34,8 @@ from saccade.nm_sparse import analysis
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import machine as provenance
 import plot_style as style
-import rows as provenance
 from approximations import Mechanism, dense, error, linformer, nystromformer, performer, pruned
 
 LENGTH = 256

@@ -26,8 +26,8 @@ from saccade.nm_sparse import analysis
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import machine as provenance
 import plot_style as style
-import rows as provenance
 
 EXPONENTS = (0.5, 1.0, 2.0, 7.0)
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.63, 0.8)

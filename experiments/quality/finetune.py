@@ -34,7 +34,7 @@ from saccade.integrations.transformers import register_nm_sparse
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from rows import machine
+from machine import machine
 from run import gpu_folder, results_folder
 
 TOPICS = (

@@ -39,7 +39,7 @@ from saccade.nm_sparse import analysis
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import plot_style as style
-from rows import machine
+from machine import machine
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.63, 0.75, 0.9)
 PATTERNS = ("1:2", "2:4", "4:8", "1:4", "2:8", "3:4", "1:8")

@@ -33,8 +33,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import machine as provenance
 import plot_style as style
-import rows as provenance
 
 DIM, FEATURES = 64, 266  # m = d ln d, as in the paper
 NORMS = (64.0, 8.0)  # |q|^2 and |k|^2: those of standard normal vectors, which the paper assumes, and smaller ones

@@ -46,17 +46,22 @@ def table(load, monkeypatch):
     return module
 
 
+def _writer(folder, *words):
+    """For a part of the table."""
+    from parts import Part
+    from rows import Writer
+
+    return Writer(folder / "encoders.csv", dict.fromkeys(("gpu", "torch", "date"), "x"), Part(words))
+
+
 def _rows(path):
     with open(path, newline="") as handle:
         return list(csv.DictReader(handle))
 
 
 def test_every_kind_of_row(table, tmp_path):
-    from rows import Writer
-
-    path = tmp_path / "encoders.csv"
-    table.run(Writer(path, dict.fromkeys(("gpu", "torch", "date"), "x")), 1, ["sentences", "passages"])
-    rows = _rows(path)
+    table.run(_writer(tmp_path, "sentences", "passages"), 1)
+    rows = _rows(tmp_path / "encoders.csv")
     assert {r["backend"] for r in rows if r["direction"] == "fwd"} == {"stock", "saccade", "saccade_plain", "varlen_unpadded"}
     steps = {"stock", "saccade", "saccade_captured", "saccade_plain_captured"}
     assert {r["backend"] for r in rows if r["direction"] == "fwd+bwd"} == steps
@@ -70,11 +75,8 @@ def test_every_kind_of_row(table, tmp_path):
 
 
 def test_rows_from_strings(table, tmp_path):
-    from rows import Writer
-
-    path = tmp_path / "encoders.csv"
-    table.run(Writer(path, dict.fromkeys(("gpu", "torch", "date"), "x")), 1, ["strings"])
-    rows = _rows(path)
+    table.run(_writer(tmp_path, "strings"), 1)
+    rows = _rows(tmp_path / "encoders.csv")
     problems = {r["problem"] for r in rows}
     assert len(problems) == 4  # of both dtypes
     assert all("from strings texts=24 mean=" in problem for problem in problems)
@@ -85,16 +87,13 @@ def test_rows_from_strings(table, tmp_path):
 
 
 def test_rows_of_images(table, tmp_path):
-    from rows import Writer
-
-    path = tmp_path / "encoders.csv"
-    table.run(Writer(path, dict.fromkeys(("gpu", "torch", "date"), "x")), 1, ["images"])
-    rows = _rows(path)
+    table.run(_writer(tmp_path, "images"), 1)
+    rows = _rows(tmp_path / "encoders.csv")
     assert [(r["problem"], r["backend"]) for r in rows] == [("ViT-B/16 B=3 images tokens=5", x) for x in ("stock", "saccade")]
     assert all("images/s" in r["note"] for r in rows)
 
 
-def test_other_vectors_of_images_end_the_table(table, monkeypatch):
+def test_other_vectors_of_images_end_the_table(table, tmp_path, monkeypatch):
     import saccade
 
     optimize = saccade.optimize
@@ -105,11 +104,11 @@ def test_other_vectors_of_images_end_the_table(table, monkeypatch):
 
     monkeypatch.setattr(saccade, "optimize", reads_other_pixels)
     with pytest.raises(SystemExit, match=r"saccade of ViT-B/16 .*: a vector has a cosine"):
-        table.run(None, 1, ["images"])
+        table.run(_writer(tmp_path, "images"), 1)
 
 
 @pytest.mark.parametrize(("pairs", "said"), [(False, "an embedding has a cosine"), (True, "scores differ")])
-def test_other_results_from_strings_end_the_table(table, monkeypatch, pairs, said):
+def test_other_results_from_strings_end_the_table(table, tmp_path, monkeypatch, pairs, said):
     import saccade
 
     optimize = saccade.optimize
@@ -122,11 +121,11 @@ def test_other_results_from_strings_end_the_table(table, monkeypatch, pairs, sai
     monkeypatch.setattr(saccade, "optimize", forgets_the_places)
     monkeypatch.setattr(table, "STRINGS", [case for case in table.STRINGS if case.pairs == pairs][:1])
     with pytest.raises(SystemExit, match=rf"saccade of MiniLM .*: {said}"):
-        table.run(None, 1, ["strings"])
+        table.run(_writer(tmp_path, "strings"), 1)
 
 
-def test_another_embedding_ends_the_table(table, monkeypatch):
+def test_another_embedding_ends_the_table(table, tmp_path, monkeypatch):
     monkeypatch.setattr(table, "_embedded", lambda case, model, packed, width: torch.randn(len(packed["ends"]) - 1, 32))
     monkeypatch.setattr(table, "CASES", [case for case in table.CASES if "varlen_unpadded" in case.peers][:1])
     with pytest.raises(SystemExit, match=r"varlen_unpadded of .* a cosine of"):
-        table.run(None, 1)
+        table.run(_writer(tmp_path), 1)

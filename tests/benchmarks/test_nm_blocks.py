@@ -216,4 +216,4 @@ def test_wrong_results_end_the_table(table, monkeypatch, tmp_path, wrong):
     monkeypatch.setattr(table.saccade, "nm_sparse_attention", attend)
     with pytest.raises(SystemExit, match=r"hybrid 2:4 at D = 16 differs from float64, nothing is timed: .*FAILED"):
         rows_of(table, tmp_path / "nm_blocks.csv")
-    assert len((tmp_path / "nm_blocks.csv").read_text().splitlines()) == 1
+    assert not (tmp_path / "nm_blocks.csv").exists()

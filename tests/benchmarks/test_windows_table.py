@@ -55,7 +55,8 @@ def test_masks_of_the_peers(table, window):
 
 
 def test_it_runs(table, monkeypatch, timed_once, tmp_path):
-    from rows import Writer, machine
+    from machine import machine
+    from rows import Writer
 
     def timed(compute, leaves, dout, repeat_ms):
         def both():

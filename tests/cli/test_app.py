@@ -367,6 +367,16 @@ def test_bench_needs_a_gpu(tmp_path, monkeypatch):
     assert "pip install 'saccade-attention[bench]'" in str(run("bench", "short_full").exception)
 
 
+def test_bench_hands_tables_and_options_to_the_runner(tmp_path, monkeypatch):
+    checkout(tmp_path, "auto_cpu.py", "other_cpu.py")
+    monkeypatch.setattr("saccade.cli.tables.__file__", str(tmp_path / "src" / "saccade" / "cli" / "bench.py"))
+    words = ["auto_cpu", "other_cpu", "--rows", "B=2 H=8", "--limit", "60"]
+    runner = "import sys; sys.exit(7 if sys.argv[1:] == " + repr(words) + " else 1)"
+    (tmp_path / "benchmarks" / "run.py").write_text(runner)
+    assert run("bench", *words).exit_code == 7
+    assert "no table 'nosuch'" in str(run("bench", "auto_cpu", "nosuch", "--limit", "60").exception)
+
+
 def test_explain_of_pruned_attention():
     words = (
         "--op",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.rows import machine
+from benchmarks.machine import machine
 from saccade import __version__
 from saccade.cli.device import describe
 from saccade.errors import InvalidArgument

@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from benchmarks.rows import machine
+from benchmarks.machine import machine
 from saccade.engine.dense import attend
 from saccade.exact.args import AttentionArgs
 from saccade.exact.short.config import Config

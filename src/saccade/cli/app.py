@@ -224,20 +224,26 @@ def time(
     run(task, as_json, plot)
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def bench(
-    table: Annotated[str | None, typer.Argument(help="Name of a table; without it, the list of them.")] = None,
+    tables: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TABLE... [OPTION]...",
+            help="Names of tables, then options of their runner; without both, the list of tables.",
+        ),
+    ] = None,
 ) -> None:
-    """Measure one table of the benchmarks beside torch's kernels, on a GPU unless its name ends in _cpu, and draw it; without a name, list
-    them."""
+    """Measure tables of the benchmarks beside torch's kernels, on a GPU unless their names end in _cpu, and draw them; without a name, list
+    them. The runner takes --rows WORD..., --backends NAME..., --limit SECONDS and more: benchmarks/README.md."""
     listing = without_torch("saccade.cli.tables")
-    if table is None:
+    if not tables:
         listing.show()
         return
-    listing.check(table)
+    listing.check(tables[0])
     from saccade.cli.bench import run
 
-    raise typer.Exit(run(table))
+    raise typer.Exit(run(tables))
 
 
 @app.command()
