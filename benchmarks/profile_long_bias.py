@@ -6,20 +6,17 @@ compared first, so that no time is printed for wrong ones.
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
 
 import torch
+from profile_shared_bias import DEVICE, asked
 from torch import Tensor
 
-from saccade.exact.args import AttentionArgs
 from saccade.exact.long import bias_gradient, config, launchers
 from saccade.exact.shared_bias import launchers as of_bias
 from saccade.exact.shared_bias import launches
 from saccade.testing.timing import measure
-
-DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
@@ -48,16 +45,7 @@ def compare(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], names: str) ->
 
 def main(arguments: list[str] | None = None) -> None:
     """Compare, then time."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, usual in (("tokens", 384), ("rows", 384), ("heads", 4), ("dim", 32)):
-        parser.add_argument(f"--{name}", type=int, default=usual)
-    parser.add_argument("--mask", action="store_true", help="a mask of keys for each row")
-    given = parser.parse_args(arguments)
-    sizes = (given.rows, given.tokens, given.heads, given.dim)
-    query, key, value, dout = (torch.randn(sizes, device=DEVICE, dtype=DTYPE).transpose(1, 2) for _ in range(4))
-    bias = torch.randn(1, given.heads, given.tokens, given.tokens, device=DEVICE, dtype=DTYPE)
-    mask = torch.rand(given.rows, 1, 1, given.tokens, device=DEVICE) < 0.8 if given.mask else None
-    args = AttentionArgs(query, key, value, mask, bias, None, None, 0.0, False, given.dim**-0.5)
+    args, dout = asked(__doc__, arguments)
     out, lse = of_bias.forward(args)
     wanted = of_bias.backward(args, dout, None, out, lse, bias_grad=True, packed=None)
     usual = config.LATE_MAXIMA
@@ -80,9 +68,9 @@ def main(arguments: list[str] | None = None) -> None:
     say("dbias, shared_bias", lambda: of_bias.bias_gradient(*rows))
     chosen = bias_gradient.parts_of
     for parts in (1, 2, 3, 4, 8):
-        if parts <= given.rows:
-            each = -(-given.rows // parts)
-            bias_gradient.parts_of = lambda *_: (each, -(-given.rows // each))  # noqa: B023
+        if parts <= args.query.shape[0]:
+            each = -(-args.query.shape[0] // parts)
+            bias_gradient.parts_of = lambda *_: (each, -(-args.query.shape[0] // each))  # noqa: B023
             say(
                 f"dbias with {parts} parts, and the rest",
                 lambda: launchers.backward(args, dout, None, out, lse, bias_grad=True, packed=None),

@@ -51,9 +51,9 @@ def _of(function: Callable[..., object], *given: object) -> Callable[[], object]
     return lambda: function(*given)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Search each kernel by itself, then time backward as a whole."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def asked(about: str | None, arguments: list[str] | None) -> tuple[AttentionArgs, torch.Tensor]:
+    """The call that a command line asks for, and the gradient of its output."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, usual in (("tokens", 384), ("rows", 384), ("heads", 4), ("dim", 32)):
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--mask", action="store_true", help="a mask of keys for each row")
@@ -62,8 +62,14 @@ def main(arguments: list[str] | None = None) -> None:
     query, key, value, dout = (torch.randn(sizes, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
     bias = torch.randn(1, given.heads, given.tokens, given.tokens, device=DEVICE, dtype=torch.bfloat16)
     mask = torch.rand(given.rows, 1, 1, given.tokens, device=DEVICE) < 0.8 if given.mask else None
-    args = AttentionArgs(query, key, value, mask, bias, None, None, 0.0, False, given.dim**-0.5)
-    config = config_of(pow2(max(16, given.dim)), 2, arch_of(query.device))
+    return AttentionArgs(query, key, value, mask, bias, None, None, 0.0, False, given.dim**-0.5), dout
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Search each kernel by itself, then time backward as a whole."""
+    args, dout = asked(__doc__, arguments)
+    query = args.query
+    config = config_of(pow2(max(16, query.shape[-1])), 2, arch_of(query.device))
     out, lse = launchers.forward(args)
     dq, dk, dv = (torch.empty_like(x) for x in args[:3])
 
