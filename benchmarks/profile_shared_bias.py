@@ -22,7 +22,7 @@ from saccade.hardware import arch_of
 from saccade.launch.triton import pow2
 from saccade.testing.timing import measure
 
-DEVICE = "cuda"
+DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
 def shapes() -> list[Shape]:
@@ -59,8 +59,8 @@ def asked(about: str | None, arguments: list[str] | None) -> tuple[AttentionArgs
     parser.add_argument("--mask", action="store_true", help="a mask of keys for each row")
     given = parser.parse_args(arguments)
     sizes = (given.rows, given.tokens, given.heads, given.dim)
-    query, key, value, dout = (torch.randn(sizes, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
-    bias = torch.randn(1, given.heads, given.tokens, given.tokens, device=DEVICE, dtype=torch.bfloat16)
+    query, key, value, dout = (torch.randn(sizes, device=DEVICE, dtype=DTYPE).transpose(1, 2) for _ in range(4))
+    bias = torch.randn(1, given.heads, given.tokens, given.tokens, device=DEVICE, dtype=DTYPE)
     mask = torch.rand(given.rows, 1, 1, given.tokens, device=DEVICE) < 0.8 if given.mask else None
     return AttentionArgs(query, key, value, mask, bias, None, None, 0.0, False, given.dim**-0.5), dout
 

@@ -100,7 +100,9 @@ def test_the_profile_of_long_compares_and_times(load, monkeypatch, capsys):
     """With the kernels of `shared_bias` in the place of those that need a GPU."""
     made = load("profile_long_bias")
     monkeypatch.setattr(made, "DEVICE", "cpu")
-    monkeypatch.setattr(made, "DTYPE", torch.float16)  # which the interpreter computes
+    shared = sys.modules["profile_shared_bias"]
+    monkeypatch.setattr(shared, "DEVICE", "cpu")
+    monkeypatch.setattr(shared, "DTYPE", torch.float16)  # which the interpreter computes
     monkeypatch.setattr(made, "captured", lambda call: call)
     monkeypatch.setattr(made, "measure", lambda call, *given: (call(), Timing(1.0, 1.0, 1.0))[1])
     monkeypatch.setattr(made.launchers, "forward", made.of_bias.forward)
