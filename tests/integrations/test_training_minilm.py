@@ -65,7 +65,7 @@ def test_losses_gradients_and_weights(encoder, monkeypatch):
     from saccade.integrations import transformers as integration
 
     calls, attend = [], integration.attend_packed
-    monkeypatch.setattr(integration, "attend_packed", lambda call: calls.append(call[0].shape[0]) or attend(call))
+    monkeypatch.setattr(integration, "attend_packed", lambda call, qkv: calls.append(call[0].shape[0]) or attend(call, qkv))
     expected = trained(encoder, "sdpa", packed=False)
     assert not calls
     found = trained(encoder, "saccade", packed=True)

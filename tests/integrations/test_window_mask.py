@@ -123,9 +123,9 @@ def test_packed_rows_take_the_window(monkeypatch):
     positions = torch.tensor([[*range(12), *range(8)]])
     found, attend = [], integration.attend_packed
 
-    def attend_packed(call):
+    def attend_packed(call, qkv):
         found.append(call[-3])
-        return attend(call)
+        return attend(call, qkv)
 
     monkeypatch.setattr(integration, "attend_packed", attend_packed)
     forward = ours.layers[0].attn.__class__.forward
