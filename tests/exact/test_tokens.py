@@ -126,12 +126,22 @@ def test_bounds_of_inference_mode_follow_changes_in_a_capture():
 def test_backward_of_longer_sequences_by_lists(lengths, options, monkeypatch):
     """Forward is token tiles, and backward draws the same weights again."""
     monkeypatch.setattr(token_launches, "MOST_LONG_BACKWARD", 100)
+    monkeypatch.setattr(token_launches, "_has_chunks", lambda call: True)
     given = batch(lengths)
     expected = results("reference", *given, **options)
     monkeypatch.setattr(token_launches, "backward", lambda *given: pytest.fail("token tiles"))
     monkeypatch.setattr(launches, "forward_tile", lambda *given: pytest.fail("lists"))
     for got, want in zip(results("ragged", *given, **options), expected, strict=True):
         torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def test_backward_of_longer_sequences_by_tiles_where_lists_were_not_timed(monkeypatch):
+    monkeypatch.setattr(token_launches, "MOST_LONG_BACKWARD", 100)
+    monkeypatch.setattr(launches, "forward_tile", lambda *given: pytest.fail("lists"))
+    ran, backward = [], token_launches.backward
+    monkeypatch.setattr(token_launches, "backward", lambda *given: ran.append(1) or backward(*given))
+    results("ragged", *batch((130, 5)))
+    assert ran
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,13 @@ def takes(call: RaggedCall, direction: str) -> bool:
         return call.eager_tokens and numbers <= MOST_EAGER
     if call.total_q != call.total_k:
         return False
-    is_long = direction == "backward" and max(args.max_q, args.max_k) > TILES[-1]
-    return numbers <= (MOST_LONG_BACKWARD if is_long else MOST_NUMBERS) or tokens_sm90.prefers(call, direction)
+    by_lists = direction == "backward" and max(args.max_q, args.max_k) > TILES[-1] and _has_chunks(call)
+    return numbers <= (MOST_LONG_BACKWARD if by_lists else MOST_NUMBERS) or tokens_sm90.prefers(call, direction)
+
+
+def _has_chunks(call: RaggedCall) -> bool:
+    """Whether lists have the kernels of sm_90 for longer sequences, with which backward was timed."""
+    return call.arch == 90 and call.size == 2
 
 
 # (id of cu_seqlens, capture) -> (the tensor, its version, bounds)
