@@ -29,8 +29,8 @@ FEWEST_WIDE = 264  # beyond D = 64
 # Numbers of q from which an eager call that Python launches takes longer than our host time, of forward and with backward, halved up to D = 32
 # (short_sizes: forward 1.01x at 1,536 problems of S = 197, D = 64, with backward 0.93x at 3,072 of them and 1.43x at 3,072 of S = 257)
 FEWEST_FORWARD, FEWEST = 2**24, 3 * 2**24
-# The same for calls with a bias that C++ does not replay, in pairs of a query and a key (B * H * Tq * Tk): those of `shared_bias`. Replayed calls take
-# 8 to 15 us of the host and with backward 140 to 190, torch's 14 to 30 and 150 to 230 (H200, docs/notes/long.md)
+# The same for calls with a bias that C++ does not replay, in pairs of a query and a key (B * H * Tq * Tk): those of `shared_bias`. Small
+# replayed calls take 9 to 20 us and with backward 138 to 238, torch's 14 to 60 and 145 to 391 (H200, docs/notes/long.md)
 FEWEST_PAIRS, FEWEST_PAIRS_GRAD = 2**24, 5 * 2**24
 # Problems from which calls with a bias were timed, by the most tokens: a row and a head is a block of backward (docs/notes/long.md)
 FEWEST_BIASED = ((256, 32), (512, 48), (1024, 192))

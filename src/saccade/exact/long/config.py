@@ -8,8 +8,8 @@ from dataclasses import dataclass
 MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
 # With a window a block of backward takes a segment of keys: so many rounds of 128, the first of these numbers that gives every multiprocessor one. It
 # goes on behind the segment as far as a window reaches: for 512 keys before and behind a query half as much work in four rounds, but 1/8 in 16.
-# If a sequence may be longer than the largest, blocks have equal shares of all rounds instead: segments of 16 rounds would leave 0.19 of the
-# multiprocessors' time idle at 8,192 tokens and windows of 256, and shares 0.06 (a prediction, docs/notes/long.md).
+# If a sequence may be longer than the largest, blocks have equal shares of all rounds instead: segments of 16 rounds filled the
+# multiprocessors badly. Backward at D = 128 and 8,192 tokens took 0.58 to 0.61 of its time with this and chunks passed (H200, docs/notes/long.md).
 SEGMENTS = (16, 8, 4)
 SHARES = 1  # in the place of a segment's rounds
 MAX_TOKENS_IN_WINDOWS = 2**16  # the sources count up to 1,023 rounds

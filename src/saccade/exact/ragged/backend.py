@@ -172,7 +172,7 @@ def _window_rule(problem: VarlenProblem) -> Rule:
 
     if problem.head_dim > long_config.MAX_HEAD_DIM or problem.dtype.itemsize > 2:
         return Rule(f"with a window these kernels were measured in 16 bits up to D = {long_config.MAX_HEAD_DIM} alone")
-    source, (left, right) = table("windows", card="h200"), problem.window or (None, None)
+    left, right = problem.window or (None, None)
     keys, longest = math.inf if left is None or right is None else left + right, max(problem.max_q, problem.max_k)
     if choice.takes(choice.kind_of_packed(problem)):
         if 64 < problem.head_dim < long_config.MAX_HEAD_DIM:
@@ -181,15 +181,16 @@ def _window_rule(problem: VarlenProblem) -> Rule:
         if problem.head_dim > 64 and problem.needs_grad and keys > _WIDE_WINDOW and longest > _LONGEST_WIDE:
             said = f"with backward, windows of more than {_WIDE_WINDOW} keys beyond D = 64 and {_LONGEST_WIDE} tokens"
             return Rule(f"{said}: 0.96 of the speed of torch's packed attention at 8,192", _NOTES)
+        source = table("windows", card="h200")
         return taken(source, "measured faster than torch's packed attention in CUDA graphs, forward and with backward")
     if problem.head_dim > 64:
         return Rule("with a window beyond D = 64 the kernels of sm_90 alone were measured")
     most = _LONGEST_WIDE if keys <= _WIDE_WINDOW else _WIDE_WINDOW
     if problem.needs_grad and keys >= _WIDE_WINDOW and longest > most:
         said = f"with backward, windows of {_WIDE_WINDOW} keys and more go to torch's packed attention beyond {most} tokens"
-        return Rule(f"{said}: it took 0.92 of the time at 8,192", source)
+        return Rule(f"{said}: it took 0.92 of the time at 8,192", _NOTES)
     return taken(
-        source, "measured 1.01 to 1.91 times as fast as torch's packed attention in CUDA graphs, forward and backward together"
+        _NOTES, "measured 1.01 to 1.91 times as fast as torch's packed attention in CUDA graphs, forward and backward together"
     )
 
 
