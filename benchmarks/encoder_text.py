@@ -72,11 +72,6 @@ def tokens(text: str) -> list[int]:
     return [RESERVED + zlib.crc32(piece.encode()) % 29000 for piece in pieces]
 
 
-def rows_of(texts: list[str], longest: int) -> list[Tensor]:
-    """The token ids of each text, with a token at each end, cut at `longest`."""
-    return [torch.tensor([FIRST, *tokens(text)[: longest - 2], LAST]) for text in texts]
-
-
 def drawn(count: int, seed: int) -> list[str]:
     """`count` sentences in random order, with repeats only where there are fewer."""
     every = list(sentences())

@@ -5,7 +5,7 @@ a corpus sorted by length. Training rows run from a padded batch on the host to 
 AdamW and dropout as configured. Problems name the dtype of the weights, or autocast.
 
 Backends: `stock` is transformers with attn_implementation="sdpa"; `stock_captured` the same padded forward from CUDA graphs, one for each shape, widths
-in steps of 16; `stock_compiled` torch.compile(dynamic=True); `varlen_unpadded` packs by hand and calls torch's varlen_attn, `varlen_captured` the same from CUDA graphs; `saccade` is stock after
+in steps of 16; `stock_compiled` the fastest of four ways of torch.compile, which the note lists; `varlen_unpadded` packs by hand and calls torch's varlen_attn, `varlen_captured` the same from CUDA graphs; `saccade` is stock after
 `saccade.optimize`, and `saccade_plain` after `saccade.optimize(model, fuse=False)`. Training: `stock` and `saccade` call fused AdamW from Python,
 outside of any graph; `stock_captured`, `saccade_captured` and `saccade_plain_captured` have the whole step in a graph (`handle.capture`), AdamW with
 capturable=True.
@@ -21,6 +21,7 @@ alone, the graphs of `saccade` with their memory, and where the host time of a s
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import re
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from encoder_attention import PACKED_PEER, register_all
 from encoder_captured import Captured, Padded, captured_forward, captured_step
+from encoder_compiled import fastest
 from encoder_images import IMAGES, Images
 from encoder_images import measure as measure_images
 from encoder_steps import Head, Step, host_split
@@ -152,10 +154,10 @@ def run(writer: Writer, repeat_ms: int) -> None:
 
 def _measure_forward(writer: Writer, case: Case, repeat_ms: int) -> str:
     batches = case.batches()
-    calls, handles = _forward_calls(case, batches, writer.part)
+    calls, handles, notes = _forward_calls(case, batches, writer.part)
     _check(case, {name: call() for name, call in calls.items()})
     times = throughput_in_turns(writer.part.calls(calls), DEVICE, ROUNDS, repeat_ms)
-    said = _write(writer, case, batches, times, calls, handles)
+    said = _write(writer, case, batches, times, calls, handles, notes)
     for one in handles.values():
         one.restore()
     return said
@@ -193,7 +195,7 @@ def _write(
     times: dict[str, Any],
     calls: dict[str, Any],
     handles: dict[str, Any],
-    splits: dict[str, str] | None = None,
+    notes: dict[str, str],
 ) -> str:
     real = sum(int(batch["attention_mask"].sum()) for batch in batches)
     places = sum(batch["attention_mask"].numel() for batch in batches)
@@ -203,7 +205,7 @@ def _write(
     for name, timing in times.items():
         busy = kernel_time(calls[name], DEVICE)
         note = [f"{1e3 * case.texts / timing.p50:.0f} texts/s"] + ([f"kernels {busy:.4g} ms"] if busy else [])
-        note += [splits[name]] if splits and name in splits else []
+        note += [notes[name]] if name in notes else []
         if name in handles:
             graphs = handles[name].served[0].graphs.values()
             fusion = handles[name].served[0].fusion
@@ -223,8 +225,10 @@ def _check(case: Case, found: dict[str, Any]) -> None:
             )
 
 
-def _forward_calls(case: Case, batches: list[Padded], part: Part) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Any]]:
-    """The calls that are compared, by backend, and the handles of ours."""
+def _forward_calls(
+    case: Case, batches: list[Padded], part: Part
+) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Any], dict[str, str]]:
+    """The calls that are compared, by backend, the handles of ours, and what the notes say of others."""
     ours, plain, theirs = case.model(), case.model(), case.model()
     handles = {"saccade": saccade.optimize(ours), "saccade_plain": saccade.optimize(plain, fuse=False)}
     embeds: dict[str, Callable[[Padded], Tensor]] = {
@@ -232,13 +236,20 @@ def _forward_calls(case: Case, batches: list[Padded], part: Part) -> tuple[dict[
         "saccade": lambda batch: ours(dict(batch))["sentence_embedding"],
         "saccade_plain": lambda batch: plain(dict(batch))["sentence_embedding"],
     }
+    notes: dict[str, str] = {}
     for name in filter(part.has, case.peers):
+        if name == "stock_compiled":
+            with case.precision():
+                compiled = fastest(functools.partial(_compiled, case), batches, torch.cuda.synchronize)
+            notes[name] = compiled.note
+            if compiled.embed is None:
+                print(f"  stock_compiled: {compiled.note}")
+            else:
+                embeds[name] = compiled.embed
+            continue
         model = case.model()
         if name == "stock_captured":
             embeds[name] = captured_forward(lambda batch, model=model: model(batch)["sentence_embedding"], DEVICE)
-        elif name == "stock_compiled":
-            model[0].auto_model.compile(dynamic=True)
-            embeds[name] = lambda batch, model=model: model(_there(batch))["sentence_embedding"]
         else:
             model[0].auto_model.set_attn_implementation(PACKED_PEER)
             embeds[name] = lambda batch, model=model: _embedded(case, model[0].auto_model, *_as_packed(case, batch))
@@ -253,7 +264,14 @@ def _forward_calls(case: Case, batches: list[Padded], part: Part) -> tuple[dict[
 
         return run
 
-    return {name: call(embed) for name, embed in embeds.items()}, handles
+    return {name: call(embed) for name, embed in embeds.items()}, handles, notes
+
+
+def _compiled(case: Case, options: dict[str, Any]) -> Callable[[Padded], Tensor]:
+    """Stock with a compiled encoder."""
+    model = case.model()
+    model[0].auto_model.compile(**options)
+    return lambda batch: model(_there(batch))["sentence_embedding"]
 
 
 def _there(batch: Padded) -> Padded:

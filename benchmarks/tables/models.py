@@ -1,5 +1,6 @@
-"""Whole encoders, as a user runs them: MiniLM, BERT and T5 on real text, ViT, CLIP, SigLIP, DINOv2 and Swin on images; forward, and steps
-of training with fused AdamW and dropout as configured. And torch's own `nn.TransformerEncoder` (`torch_encoder.py`).
+"""Models that keep their own forward and get another attention call: BERT and T5 on passages of real text, ViT, CLIP, SigLIP, DINOv2 and Swin on
+images; forward, and steps of training with fused AdamW and dropout as configured. And torch's own `nn.TransformerEncoder` (`torch_encoder.py`).
+Encoders of text after `saccade.optimize` are the table `encoders`.
 
 `stock` is transformers with attn_implementation="sdpa", padded; `saccade` the same batches with "saccade"; `saccade_unpadded` the real
 tokens of a batch in one row, told apart by cu_seq_lens_*, which is one line for a collator; `varlen_unpadded` or `fa4_unpadded` the
@@ -11,8 +12,7 @@ documentation (`encoder_text.py`). Before anything is timed, every implementatio
 those batches (`encoder_check.py`), and the table ends with an error where one differs. Times are by the wall clock, in turns with
 stock: median, least and most over the rounds; batches lie on the device before. The note has items per second, the time that the kernels
 alone take, which is less than the row's where the host is slower, and the share of the time that goes when attention is left out (a
-call that hands on V, and its gradient to all three). Rows named sentences are one pass over the corpus,
-sorted by its letters as sentence-transformers sorts it.
+call that hands on V, and its gradient to all three).
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from typing import Any
 import torch
 from encoder_attention import NOTHING, PACKED_PEER, peer_name, register_all
 from encoder_check import Variant, over_budget
-from encoder_text import drawn, passages, rows_of
+from encoder_text import passages
 from encoders import (
     BERT,
     CLIP,
     DINO,
-    MINILM,
     SIGLIP,
     T5,
     VIT,
@@ -54,67 +53,52 @@ from saccade.testing.timing import Timing, kernel_time, throughput_in_turns
 DEVICE, DTYPE = "cuda", torch.bfloat16
 NAMES = ("stock", "saccade", "saccade_unpadded", "varlen_unpadded", "fa4_unpadded", "saccade_cls_only")
 ROUNDS = 5
-SENTENCES, LONGEST = 2048, 128  # of the corpus, and the tokens where a sentence is cut
-_CORPUS, _TRAINING = "sentences", "training"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem of the table. text: the corpus in sorted batches, sentences in random order, or a length to pad passages to."""
+    """A problem of the table. passages: the length to which texts are padded; 0 for images."""
 
     architecture: Architecture
     batch: int
     direction: str
-    text: str | int = ""
+    passages: int = 0
     feature: str = ""
 
-    def batches(self) -> list[Batch]:
-        """The batches that one call computes."""
+    def batch_of(self) -> Batch:
+        """The batch that one call computes."""
         if not self.architecture.is_text:
-            return [image_batch(self.architecture.sizes["image_size"], self.batch, DEVICE, DTYPE)]
-        if isinstance(self.text, int):
-            normal = torch.randn(self.batch, generator=torch.Generator().manual_seed(0)) * 0.5
-            lengths = (normal.exp() * 0.45 * self.text).long().clamp(4, self.text)
-            return [text_batch(passages(lengths.tolist()), DEVICE, self.text)]
-        if self.text == _TRAINING:
-            return [text_batch(rows_of(drawn(self.batch, 0), LONGEST), DEVICE)]
-        rows = rows_of(sorted(drawn(SENTENCES, 0), key=len, reverse=True), LONGEST)
-        return [text_batch(rows[start : start + self.batch], DEVICE) for start in range(0, len(rows), self.batch)]
+            return image_batch(self.architecture.sizes["image_size"], self.batch, DEVICE, DTYPE)
+        normal = torch.randn(self.batch, generator=torch.Generator().manual_seed(0)) * 0.5
+        lengths = (normal.exp() * 0.45 * self.passages).long().clamp(4, self.passages)
+        return text_batch(passages(lengths.tolist()), DEVICE, self.passages)
 
     def __str__(self) -> str:
         return f"{self._named('')} {self.direction}"
 
-    def described(self, batches: list[Batch]) -> str:
+    def described(self, batch: Batch) -> str:
         """The problem of its rows: model, batch and text."""
         if not self.architecture.is_text:
             return self._named("")
-        places = sum(batch.padded["input_ids"].numel() for batch in batches)
-        real = sum(int(batch.padded["attention_mask"].sum()) for batch in batches)
-        items = _items(batches)
+        places, real = batch.padded["input_ids"].numel(), int(batch.padded["attention_mask"].sum())
+        items = len(batch.labels)
         return self._named(f" items={items} mean={real / items:.0f} padding={1 - real / places:.2f}")
 
     def _named(self, of_text: str) -> str:
         said = f"{self.architecture.name} B={self.batch}"
-        if not self.architecture.is_text:
-            said += f" S={self.architecture.tokens}"
-        elif isinstance(self.text, int):
-            said += f" passages S={self.text}"
-        else:
-            said += " sentences, sorted" if self.text == _CORPUS else " sentences, drawn"
+        said += f" passages S={self.passages}" if self.architecture.is_text else f" S={self.architecture.tokens}"
         return f"{said}{of_text} {self.feature}".rstrip()
 
 
 def _cases() -> list[Case]:
     both = ("fwd", "fwd+bwd")
     return [
-        *(Case(MINILM, batch, "fwd", _CORPUS) for batch in (32, 256, 1024)),
-        *(Case(model, batch, "fwd+bwd", _TRAINING) for model in (MINILM, BERT) for batch in (64, 256)),
-        *(Case(BERT, batch, direction, length) for length in (128, 512) for batch in (32, 256) for direction in both),
+        *(Case(BERT, batch, direction, 512) for batch in (32, 256) for direction in both),
         *(Case(T5, 32, direction, 512) for direction in both),
         *(Case(VIT, batch, direction) for batch in (64, 256) for direction in both),
         *(Case(model, 64, "fwd+bwd") for model in (CLIP, SIGLIP, DINO)),
-        *(Case(model, 256, "fwd", text, "cls_only") for model, text in ((BERT, 128), (VIT, ""))),
-        *(Case(model, batch, "fwd", text, "compiled") for model, batch, text in ((BERT, 32, 128), (VIT, 64, ""))),
+        *(Case(model, 256, "fwd", length, "cls_only") for model, length in ((BERT, 128), (VIT, 0))),
+        *(Case(model, batch, "fwd", length, "compiled") for model, batch, length in ((BERT, 32, 128), (VIT, 64, 0))),
     ]  # fmt: skip
 
 
@@ -166,21 +150,21 @@ def _torch_encoder(size: tuple[int, int], writer: Writer, repeat_ms: int) -> Non
 
 def _measure(writer: Writer, case: Case, repeat_ms: int) -> str:
     """Check and time a case, write its rows; the line to print."""
-    batches = case.batches()
-    problem = case.described(batches)
+    batch = case.batch_of()
+    problem = case.described(batch)
     variants, predicted = _variants(case, case.architecture.make(DEVICE, DTYPE))
     without = {name: variants.pop(name) for name in (NOTHING, f"{NOTHING}_packed") if name in variants}
     measured = writer.part.calls(variants)
     stock = variants["stock"]
     others = {name: variant for name, variant in variants.items() if name != "stock"}
-    ratios = over_budget(stock, others, batches, case.direction != "fwd")
-    calls = {name: _call(case, variant, batches) for name, variant in {**measured, **without}.items()}
+    ratios = over_budget(stock, others, [batch], case.direction != "fwd")
+    calls = {name: _call(case, variant, batch) for name, variant in {**measured, **without}.items()}
     times = throughput_in_turns(calls, DEVICE, ROUNDS, repeat_ms)
     busy = {name: kernel_time(calls[name], DEVICE) for name in measured}
     for name, variant in measured.items():
         bare = times.get(f"{NOTHING}_packed" if variant.packed else NOTHING)
         note = _note(
-            _items(batches), times[name], busy[name], bare, case.feature, predicted if name == "saccade_cls_only" else None
+            len(batch.labels), times[name], busy[name], bare, case.feature, predicted if name == "saccade_cls_only" else None
         )
         row = Row("models", problem, name, case.direction, str(DTYPE).removeprefix("torch."), *times[name], note=note)
         row.error_ratio = ratios.get(name, "")
@@ -196,7 +180,7 @@ def _variants(case: Case, encoder: Encoder) -> tuple[dict[str, Variant], float |
         from saccade.integrations.pooled import cls_only
 
         alone = encoder.under("saccade")
-        tokens = case.text if isinstance(case.text, int) else case.architecture.tokens
+        tokens = case.passages or case.architecture.tokens
         (saved,) = cls_only(alone.model).saved(tokens).values()
         found["saccade_cls_only"] = Variant(alone)
         return found, 1 / (1 - saved / case.architecture.sizes["num_hidden_layers"])
@@ -212,22 +196,17 @@ def _variants(case: Case, encoder: Encoder) -> tuple[dict[str, Variant], float |
     return found, None
 
 
-def _call(case: Case, variant: Variant, batches: list[Batch]) -> Callable[[], object]:
-    """The call that is timed: a step on the first batch, or a pass over all."""
-    inputs = [variant.inputs(batch) for batch in batches]
+def _call(case: Case, variant: Variant, batch: Batch) -> Callable[[], object]:
+    """The call that is timed."""
+    inputs = variant.inputs(batch)
     if case.direction != "fwd":
-        return training_step(variant.encoder, inputs[0], batches[0].labels)
+        return training_step(variant.encoder, inputs, batch.labels)
     return functools.partial(_forward, variant.encoder, inputs)
 
 
 @torch.inference_mode()
-def _forward(encoder: Encoder, inputs: list[dict[str, Any]]) -> None:
-    for given in inputs:
-        encoder(given)
-
-
-def _items(batches: list[Batch]) -> int:
-    return sum(len(batch.labels) for batch in batches)
+def _forward(encoder: Encoder, inputs: dict[str, Any]) -> None:
+    encoder(inputs)
 
 
 def _note(items: int, timing: Timing, busy: float | None, bare: Timing | None, feature: str, predicted: float | None) -> str:

@@ -129,3 +129,39 @@ def test_another_embedding_ends_the_table(table, tmp_path, monkeypatch):
     monkeypatch.setattr(table, "CASES", [case for case in table.CASES if "varlen_unpadded" in case.peers][:1])
     with pytest.raises(SystemExit, match=r"varlen_unpadded of .* a cosine of"):
         table.run(_writer(tmp_path), 1)
+
+
+def _embed_in(seconds):
+    import time
+
+    def embed(batch):
+        time.sleep(seconds)
+        return batch["input_ids"]
+
+    return embed
+
+
+def test_the_fastest_way_of_compiling_is_taken(load):
+    module, batches = load("encoder_compiled"), [{"input_ids": torch.arange(3)}] * 2
+
+    def make(options):
+        if options == {"dynamic": True}:
+            raise RuntimeError("no compiler\nin two lines")
+        return _embed_in({"{}": 0.02, "{'mode': 'reduce-overhead'}": 0.002}.get(str(options), 0.3))
+
+    found = module.fastest(make, batches, lambda: None, limit=0.25)
+    assert found.note.startswith("reduce-overhead of: default compiled in 0 s, 4")
+    assert "dynamic does not run (no compiler);" in found.note
+    assert found.note.endswith("reduce-overhead, dynamic compiles for more than 0 s")
+    assert torch.equal(found.embed(batches[0]), torch.arange(3))
+
+
+def test_without_a_compiler_there_is_no_row(load):
+    module = load("encoder_compiled")
+
+    def make(options):
+        raise RuntimeError("no compiler")
+
+    found = module.fastest(make, [], lambda: None)
+    assert found.embed is None
+    assert found.note.count("does not run") == len(module.WAYS)

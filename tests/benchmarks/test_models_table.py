@@ -21,19 +21,19 @@ def small(case):
     sizes = {**case.architecture.sizes, **TINY}
     sizes |= {"vocab_size": 30522} if case.architecture.is_text else {"image_size": 48}
     architecture = replace(case.architecture, sizes=sizes)
-    return replace(case, architecture=architecture, batch=6, text=40 if isinstance(case.text, int) else case.text)
+    return replace(case, architecture=architecture, batch=6, passages=40 if case.passages else 0)
 
 
 @pytest.fixture
 def table(load, monkeypatch):
     module = load("tables.models")
-    for name, value in {"DEVICE": "cpu", "DTYPE": torch.float32, "ROUNDS": 1, "SENTENCES": 12}.items():
+    for name, value in {"DEVICE": "cpu", "DTYPE": torch.float32, "ROUNDS": 1}.items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(module, "measure_torch_encoder", lambda *given: None)  # has a test of its own
     every: dict = {}
     for case in module.CASES:
         if case.feature != "compiled":  # there may be no C++ compiler here
-            every.setdefault((case.architecture.name, case.direction, type(case.text), case.feature), small(case))
+            every.setdefault((case.architecture.name, case.direction, case.feature), small(case))
     monkeypatch.setattr(module, "CASES", list(every.values()))
     return module
 
@@ -102,7 +102,7 @@ def test_a_wrong_output_is_never_timed(unpadded, table, load, monkeypatch, tmp_p
     monkeypatch.setattr(module, name, wrong)
     monkeypatch.setattr(table, "throughput_in_turns", lambda *given: pytest.fail("it was timed"))
     with pytest.raises(load("encoder_check").Disagreement, match="saccade_unpadded" if unpadded else "saccade differs"):
-        table.run(writer_of(tmp_path / "models.csv", "MiniLM"), 1)
+        table.run(writer_of(tmp_path / "models.csv", "BERT"), 1)
 
 
 class HalvesKeyGradient(torch.autograd.Function):
@@ -146,7 +146,7 @@ def test_the_peer_without_padding(load, monkeypatch):
     assert attention.peer_name("cpu") is None
     assert attention.peer_name("cuda") == "varlen_unpadded"
     text = load("encoder_text")
-    batch = encoders.text_batch(text.rows_of(text.drawn(5, 0), 30), "cpu")
+    batch = encoders.text_batch(text.passages([12, 30, 5, 21, 8]), "cpu")
     stock = replace(encoders.MINILM, sizes={**encoders.MINILM.sizes, **TINY}).make("cpu", torch.float32)
     others = {"peer": check.Variant(stock.under(attention.PACKED_PEER), True)}
     assert check.over_budget(check.Variant(stock), others, [batch], gradients=False)["peer"] < 1
@@ -173,7 +173,7 @@ def test_lengths_of_the_text_are_those_of_a_real_tokenizer(load):
     assert len(text.sentences()) > 5000
     assert len(set(drawn)) == 500
     ids = AutoTokenizer.from_pretrained(str(minilm.get_model_path()), local_files_only=True)(drawn)["input_ids"]
-    theirs, ours = sum(map(len, ids)), sum(map(len, text.rows_of(drawn, 10_000)))
+    theirs, ours = sum(map(len, ids)), sum(len(text.tokens(x)) + 2 for x in drawn)
     assert 0.95 < ours / theirs < 1.05
     passages = text.passages([5, 40, 7])
     assert [len(row) for row in passages] == [5, 40, 7]
