@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
 from pathlib import Path
@@ -27,8 +28,18 @@ def tokenizer() -> Any:
         return BertTokenizerFast(str(Path(folder) / "vocab.txt"), model_max_length=LONGEST)
 
 
+_made: list[tuple[tuple[Any, ...], Any]] = []  # the last model and what it was made of: a case takes up to six copies
+
+
 def sentence_transformer(architecture: Architecture, device: str, dtype: torch.dtype, longest: int = LONGEST) -> Any:
     """The model as a user has it, the same weights at each call. Sentences are cut at `longest` tokens."""
+    asked = (architecture, device, dtype, longest)
+    if not _made or _made[0][0] != asked:
+        _made[:] = [(asked, _sentence_transformer(*asked))]
+    return copy.deepcopy(_made[0][1])
+
+
+def _sentence_transformer(architecture: Architecture, device: str, dtype: torch.dtype, longest: int) -> Any:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Pooling, Transformer
 
