@@ -8,7 +8,7 @@ import struct
 from types import SimpleNamespace
 
 from saccade.exact.long import bias_gradient, sm90
-from saccade.exact.ragged import tokens_sm90
+from saccade.exact.ragged import sm80, tokens_sm90
 from saccade.exact.short import sm90 as short_sm90
 from saccade.nvrtc import Options, parameters_of
 from saccade.recorder import ACTIVE
@@ -103,6 +103,7 @@ def functions(found: list):
 
 
 def _parameters():
+    yield "ragged_backward", parameters_of(sm80.SOURCE, "ragged_backward", Options())
     for direction in ("forward", "backward"):
         yield f"{direction}_sm90", parameters_of(short_sm90.source(direction), f"{direction}_sm90", Options())
         for dropout in ("", "_dropout"):

@@ -5,6 +5,7 @@ Packed sequences are tested in test_varlen.py.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import replace
 
@@ -18,16 +19,17 @@ from saccade.errors import CompileError
 from saccade.exact.long import choice, config, sm90
 from saccade.exact.problem import describe_attention
 from saccade.exact.ragged import call as ragged_call
-from saccade.exact.ragged import launchers, launches
+from saccade.exact.ragged import launchers, launches, token_launches
 from saccade.exact.ragged import plan as ragged_plan
 from saccade.exact.ragged.backend import RAGGED
-from saccade.exact.ragged.config import TILES
+from saccade.exact.ragged.config import MOST_AT_ONCE, TILES
 from saccade.exact.ragged.dense import DENSE
 from saccade.exact.testing.check import check_attention
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.exact.varlen.problem import describe_varlen
 from saccade.launch import disabled
 from saccade.launch.triton import launch_any
+from saccade.native.recording import Recorder
 from saccade.testing.cases import Case
 from saccade.testing.judge import report
 
@@ -145,12 +147,18 @@ def test_auto_takes_them_beyond_the_short_kernels():
 # --- lists by length
 
 
-@pytest.mark.parametrize("number", [1, 3, 1023, 1024, 1025, 5000])
-def test_lists_hold_every_sequence_once_in_order(number):
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("number", [1, 3, 1023, 1024, 1025, 5000, MOST_AT_ONCE, MOST_AT_ONCE + 1])
+def test_lists_hold_every_sequence_once_in_order(number, recorded):
+    """Beyond MOST_AT_ONCE sequences, which C++ does not replay, they are counted by a launch of its own."""
     lengths = torch.randint(0, 200, (number,), generator=torch.Generator().manual_seed(number))
     others = torch.randint(0, 200, (number,), generator=torch.Generator().manual_seed(number + 1))
     ends = [torch.cat((torch.zeros(1, dtype=torch.long), x.cumsum(0))).int().to(DEVICE) for x in (lengths, others)]
-    plan = ragged_plan.make_plan(*ends)
+    with Recorder() if recorded else contextlib.nullcontext() as recorder:
+        if recorder is not None and number > MOST_AT_ONCE:
+            recorder.refused = True
+        plan = ragged_plan.make_plan(*ends)
+    assert plan.members.shape == (len(TILES) + 1, MOST_AT_ONCE if recorded and number <= MOST_AT_ONCE else number)
     longest = torch.maximum(lengths, others)
     limits = [0, *TILES, 10**9]
     for i, count in enumerate(plan.counts.tolist()):
@@ -199,6 +207,33 @@ def test_lists_in_a_graph_of_the_compiler_are_not_kept(monkeypatch):
     assert ragged_plan.plan_of(ends, ends) is first
     monkeypatch.setattr(ragged_plan, "in_compilers_graph", lambda device: True)
     assert ragged_plan.plan_of(ends, ends) is not first
+
+
+def test_lists_of_empty_sequences_are_empty():
+    ends = torch.full((3001,), 7, dtype=torch.int32, device=DEVICE)
+    ends[:1500] = 0  # one sequence of seven tokens
+    for recorder in (contextlib.nullcontext(), Recorder()):
+        with recorder:
+            plan = ragged_plan.make_plan(ends, ends)
+        assert plan.counts.tolist() == [1, 0, 0, 0, 0]
+        assert plan.members[0, 0] == 1499
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.3}], ids=["plain", "causal", "dropout"])
+def test_lists_of_a_recorded_call_give_its_results(options, monkeypatch):
+    """With the bits of a call that makes its lists once: launches of a recorded call are for any batch of the kind."""
+    monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)
+    monkeypatch.setattr(token_launches, "MOST_EAGER", 0)
+    lengths = torch.tensor([0, 140, 9, 0, 64, 20, 130])
+    leaves = [torch.randn(int(lengths.sum()) + 2, 2, 16, device=DEVICE).to(DTYPES[0]).requires_grad_() for _ in range(3)]
+    ends = lengths.cumsum(0).int().to(DEVICE)
+    results = []
+    for recorder in (contextlib.nullcontext(), Recorder()):
+        torch.manual_seed(3)
+        with recorder:
+            out = saccade.attention_varlen(*leaves, ends, ends, 140, 140, backend="ragged", **options)
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("longest", [9, 130])

@@ -326,6 +326,10 @@ def ragged_rows(arch: int) -> list[dict]:
     modules = (plan, launches, window_parts)
     recorders = [Recorder(module, name) for module in modules for name in list(vars(module)) if name.endswith("_kernel")]
     rows = []
+    many = torch.empty(
+        plan.MOST_AT_ONCE + 2, dtype=torch.int32, device="meta"
+    )  # more sequences than the kernel of lists counts itself
+    plan.make_plan(many, many)
     for listed in (window_parts.in_order, window_parts.longest_first):
         listed(window_parts.Offsets(torch.empty(2000, dtype=torch.int32, device="meta"), 5000, 0), 128)
     for longest, dim, dtype, features in sampled(RAGGED, arch, {1, 4}):

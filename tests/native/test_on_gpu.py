@@ -446,10 +446,11 @@ def in_a_thread(call):
         return pool.submit(call).result()
 
 
-def packed_batch(lengths, dim):
+def packed_batch(lengths, dim, kv_heads=4):
     """Leaves, their ends and the longest, on the device."""
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    leaves = [torch.randn(sum(lengths) + 3, 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    shapes = [(sum(lengths) + 3, heads, dim) for heads in (4, kv_heads, kv_heads)]
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     return leaves, ends, max(lengths)
 
 
@@ -504,7 +505,38 @@ def test_one_tensor_of_queries_keys_and_values(calls, batches, dim, options, mon
     check_kind(calls, batches, dim, options, monkeypatch, packed=True)
 
 
-def check_kind(calls, batches, dim, options, monkeypatch, packed=False):
+KINDS_BY_LISTS = {
+    "32": (32, {}, {}),
+    "64": (64, {}, {}),
+    "128": (128, {}, {}),
+    "64-dropout": (64, {"dropout_p": 0.3}, {}),
+    "64-grouped": (64, {"enable_gqa": True, "is_causal": True}, {"kv_heads": 2}),
+    "64-packed": (64, {}, {"packed": True}),
+}
+
+
+@pytest.mark.parametrize("longest", [417, 512, 1000, 128])
+@pytest.mark.parametrize(("dim", "options", "how"), KINDS_BY_LISTS.values(), ids=KINDS_BY_LISTS)
+def test_lists_of_a_kind(calls, dim, options, how, longest, monkeypatch):
+    """Batches beyond one launch, which go by lists of lengths: small ones stand for them."""
+    monkeypatch.setattr("saccade.exact.ragged.call.ONE_LAUNCH", 0)
+    for module in ("call", "token_launches"):
+        monkeypatch.setattr(f"saccade.exact.ragged.{module}.MOST_EAGER", 0)
+    less = 0 if longest == 512 else 17  # a longest sequence of 512 is a kind of its own
+    batches = [longest, 0, 40, 64, 17, 3], ([longest, 1, 65, 128, 0, 2], [longest - less, 20, 100] * 3, [longest] + [9] * 1100)
+    check_kind(calls, batches, dim, {"backend": "ragged", **options}, monkeypatch, **how)
+
+
+def test_lists_of_a_large_batch(calls, monkeypatch):
+    """520 sequences, of which the longest has 512 tokens, are more than one launch takes; a smaller batch is another kind."""
+    check_kind(calls, ([512] + [30] * 519, ([512] + [30] * 2000, [512, 100] * 260)), 64, {"backend": "ragged"}, monkeypatch)
+    leaves, ends, longest = packed_batch([512] + [30] * 9, 64)
+    for count in (2, 2):
+        saccade.attention_varlen(*leaves, ends, ends, longest, longest, backend="ragged")
+        assert len(calls) == count
+
+
+def check_kind(calls, batches, dim, options, monkeypatch, packed=False, kv_heads=4):
     """The first batch is Python's; each of the others is made by C++, with the bits of Python's launches."""
 
     def differentiated(leaves, ends, longest):
@@ -517,10 +549,10 @@ def check_kind(calls, batches, dim, options, monkeypatch, packed=False):
         return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
     first, others = batches
-    differentiated(*packed_batch(first, dim))
+    differentiated(*packed_batch(first, dim, kv_heads))
     assert len(calls) == 1
     for lengths in others:
-        batch = packed_batch(lengths, dim)
+        batch = packed_batch(lengths, dim, kv_heads)
         with monkeypatch.context() as patch:
             patch.setattr("saccade.exact.varlen.api._prepare", lambda *given: pytest.fail("Python makes the call"))
             found = differentiated(*batch)

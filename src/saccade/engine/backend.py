@@ -38,7 +38,7 @@ class Backend:
     `is_torch`: it computes by torch's operations alone, so it runs while saccade is disabled.
     `form` gives the kernels and configurations that run a call, made by the function that its launchers ask; `explain` prints it.
     `replays`: C++ may replay its launches, which are noted while Python makes them (`saccade.native.recording`).
-    `limits` says up to which sizes a batch of packed tokens is one launch, as `saccade.native` checks it.
+    `limits` says up to which sizes a batch of packed tokens is one launch, and whether this one is, as `saccade.native` checks it.
     `takes_as_it_is` says whether torch's function may be called with the tensors unchanged.
     A backend has either `attend` (plain torch, differentiated by torch) or `launchers` (imported at first use).
     """
@@ -58,7 +58,7 @@ class Backend:
     by_name_only: Callable[[Any], str] = lambda problem: ""
     rule: Callable[[Any], Rule | None] = lambda problem: None
     replays: bool = False
-    limits: Callable[[Any], tuple[int, int, int, bool]] | None = None
+    limits: Callable[[Any], tuple[int, int, int, bool, bool]] | None = None
     takes_as_it_is: Callable[[Any], bool] = lambda args: False
 
     @property

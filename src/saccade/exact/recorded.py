@@ -13,15 +13,22 @@ from saccade.engine import prepare
 from saccade.engine.prepare import Prepared
 from saccade.exact.ops import Ops
 from saccade.exact.problem import mask_of_keys
+from saccade.native.described import BY_LISTS
 from saccade.native.recording import Recorder
 
 
-def begin_recording(prepared: Prepared, call: tuple) -> Recorder | None:
-    """A recorder for a call of a kind of which C++ was not told; None where C++ cannot replay it."""
+def key_of(call: tuple, by_lists: bool = False) -> tuple[int, ...] | None:
+    """The key of a call, as C++ has it; None where C++ cannot replay it. by_lists: whether it is a packed batch that goes by lists of lengths."""
+    key: tuple[int, ...] | None = native.calls.key(call)
+    return (*key, BY_LISTS) if key and by_lists else key
+
+
+def begin_recording(prepared: Prepared, call: tuple, by_lists: bool = False) -> Recorder | None:
+    """A recorder for a call of a kind of which C++ was not told; None where C++ cannot replay it. by_lists: as of `key_of`."""
     if native.calls is None:
         native.start(prepare.forget)
         return None
-    key = native.calls.key(call)
+    key = key_of(call, by_lists)
     return None if key is None or key in prepared.recorded else Recorder()
 
 

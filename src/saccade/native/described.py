@@ -12,6 +12,8 @@ FIXED = -1
 # Slots of numbers of a ragged call that change from batch to batch: tokens of q and of k, sequences, the longest of q and of k, 16 times the
 # sequences, and the halvings of the sequences that leave none
 QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES, HALVINGS = range(-2, -9, -1)
+# at the end of the key of packed batches that go by lists of lengths
+BY_LISTS = 1
 # of an address whose tensor is not known yet
 ADDRESS = 1 << 20
 

@@ -21,8 +21,11 @@ Piece = tuple[int, int]  # where memory begins and ends
 
 
 def varying(values: tuple[int, ...], slots: Iterable[int]) -> tuple[int, ...]:
-    """Numbers of a launch, of which a recorder notes which ones change from call to call: that of each slot, but those of FIXED."""
-    return values if ACTIVE.recorder is None else tuple(map(Number, values, slots))
+    """Numbers of a launch, of which a recorder notes which ones change from call to call: that of each slot, but those of FIXED. A value that
+    is a `Number` already keeps its slot."""
+    if ACTIVE.recorder is None:
+        return values
+    return tuple([x if isinstance(x, Number) else Number(x, slot) for x, slot in zip(values, slots, strict=False)])
 
 
 def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device, queries: int = 0) -> Tensor:
@@ -42,8 +45,8 @@ def lasting(tensor: Tensor, offset: int = 0, slot: int = FIXED) -> Tensor:
 
 
 def is_recorded() -> bool:
-    """Whether a recorder notes the launches of this thread."""
-    return ACTIVE.recorder is not None
+    """Whether a recorder notes the launches of this thread, none of which it has refused."""
+    return ACTIVE.recorder is not None and not ACTIVE.recorder.refused
 
 
 def refuse() -> None:

@@ -194,7 +194,7 @@ def _window_rule(problem: VarlenProblem) -> Rule:
     )
 
 
-def _limits(args: Any) -> tuple[int, int, int, bool]:
+def _limits(args: Any) -> tuple[int, int, int, bool, bool]:
     from saccade.exact.ragged.call import limits
 
     return limits(args)

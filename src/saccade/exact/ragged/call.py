@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from saccade.exact.ragged.config import (
     in_token_tiles,
     small_tile,
 )
-from saccade.exact.ragged.plan import every_sequence, plan_of
+from saccade.exact.ragged.plan import every_sequence, make_plan, plan_of
 from saccade.exact.ragged.sm80 import Sm80Config
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
@@ -118,16 +118,17 @@ class RaggedCall:
             return [Bucket(0, args.query, args.query, True)]
         longest = max(args.max_q, args.max_k)
         at_once = self.at_once()
-        if at_once is None or not at_once.any_size:
-            refuse()
         if at_once is not None:
             return [at_once]
-        plan, found = plan_of(args.cu_seqlens_q, args.cu_seqlens_k), []
+        any_size, found = self.any_size(False), []
+        plan = (make_plan if any_size else plan_of)(args.cu_seqlens_q, args.cu_seqlens_k)
         for i, below in enumerate((0, *TILES)):
             if i == 0 or longest > below:
                 most = TILES[i] if i < len(TILES) else 0
                 tile = most if self.in_a_tile(most) else 0
-                found.append(Bucket(tile, plan.members[i], plan.counts[i : i + 1], longest=most))
+                found.append(
+                    Bucket(tile, plan.members[i], plan.counts[i : i + 1], longest=most, any_size=min(most or any_size, any_size))
+                )
         return found[::-1]
 
     def in_a_tile(self, most: int) -> bool:
@@ -151,16 +152,34 @@ class RaggedCall:
         tile = next((t for t in TILES if t >= longest and fits(t, self.block_d, self.size, self.arch)), 0)
         # a gradient of the bias is summed in tiles of one size
         small = small_tile(tile) if self.args.bias is None else 0
+        return None if every is None else Bucket(tile, *every, small=small, any_size=self.any_size(tile > 0))
+
+    def any_size(self, in_a_tile: bool) -> int:
+        """The most tokens of a sequence in any batch for which a recorded call is planned; 0 where it is planned for its own batch."""
+        if not is_recorded():
+            return 0
         # the map of a single token says nothing of the distance to the next
-        replayed = is_recorded() and self.args.bias is None and (tile or min(self.total_q, self.total_k) > 1)
-        return None if every is None else Bucket(tile, *every, small=small, any_size=max(16, pow2(longest)) if replayed else 0)
+        mapped = in_a_tile or min(self.total_q, self.total_k) > 1
+        if self.args.bias is not None or self.sequences > MOST_AT_ONCE or not mapped or not self.is_one_kind():
+            refuse()
+            return 0
+        return max(16, pow2(max(self.args.max_q, self.args.max_k)))
+
+    def is_one_kind(self) -> bool:
+        """Whether all batches that C++ does not tell apart have the same kernels: those of as many queries up to a power of two."""
+        most = pow2(self.args.max_q)
+        taken = {sm90.takes(self.args._replace(max_q=longest)) for longest in (most // 2 + 1, most)}
+        works = MOST_AT_ONCE * self.heads * -(-most // sm90.BLOCK_ROWS)
+        return taken == {False} or (taken == {True} and works < 2**31)
 
     def within(self, bucket: Bucket) -> RaggedCall:
         """The call with the longest lengths of a launch; but dropout counts its draws by the most keys of the whole call."""
         if not bucket.longest:
             return self
         names = ("max_q", "max_k") if self.args.seed is None else ("max_q",)
-        longest = {name: min(getattr(self.args, name), bucket.longest) for name in names}
+        # C++ tells batches apart by the powers of two that hold these, so another batch of the kind has the same of them
+        (most,) = varying((bucket.longest,), (FIXED,))
+        longest: dict[str, Any] = {name: most for name in names if getattr(self.args, name) > most}
         return RaggedCall(self.args._replace(**longest), self.configs)
 
     def most(self, each: int) -> int:
@@ -168,11 +187,13 @@ class RaggedCall:
         return each * multiprocessors(self.args.query.device)
 
 
-def limits(args: VarlenArgs) -> tuple[int, int, int, bool]:
-    """(width, most, most sequences, by tokens): a batch is one launch while its rows times width are at most `most`. Rows are its tokens, or those
-    of all sequences padded to the longest."""
+def limits(args: VarlenArgs) -> tuple[int, int, int, bool, bool]:
+    """(width, most, most sequences, by tokens, by lists): a batch is one launch while its rows times width are at most `most`, and goes by lists
+    otherwise, as this one does or not. Rows are its tokens, or those of all sequences padded to the longest."""
     call = RaggedCall(args)
     if has_window(args):
-        return 1, 2**31, MOST_AT_ONCE, True
+        return 1, 2**31, MOST_AT_ONCE, True, False
     by_tokens = call.eager_tokens
-    return call.heads * call.block_d, MOST_EAGER if by_tokens else ONE_LAUNCH, MOST_AT_ONCE, by_tokens
+    width, most = call.heads * call.block_d, MOST_EAGER if by_tokens else ONE_LAUNCH
+    rows = call.total_q if by_tokens else call.sequences * max(args.max_q, args.max_k)
+    return width, most, MOST_AT_ONCE, by_tokens, rows * width > most

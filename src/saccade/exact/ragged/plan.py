@@ -2,7 +2,8 @@
 
 A launch takes the sequences of one bucket, so that each gets the smallest tile that holds it. How many there are is known on the device alone:
 kernels read the count, and programs without work end at once. Lists keep the order of the batch, so that sums over sequences are the same in
-every run. The layers of a model hand over the same few tensors, so the lists of a batch are made once, and once in a CUDA graph.
+every run. The layers of a model hand over the same few tensors, so the lists of a batch are made once, and once in a CUDA graph. A call that C++
+replays makes its own, by one launch.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from saccade.engine.calls import values_known
 from saccade.exact.ragged.config import MOST_AT_ONCE, TILES
 from saccade.launch.cache import LaunchCache
 from saccade.launch.triton import launch_any
-from saccade.native.described import ROWS_OF_16_BYTES
-from saccade.native.recording import lasting
+from saccade.native.described import FIXED, ROWS_OF_16_BYTES, SEQUENCES
+from saccade.native.recording import is_recorded, lasting, scratch, varying
 from saccade.nvrtc.capture import capture_id, in_compilers_graph
 
-_BLOCK = 1024
+_BLOCK = 1024  # sequences of a program
+_KINDS = 8  # a power of two that holds the buckets
+_MOST_PROGRAMS = MOST_AT_ONCE // _BLOCK  # of a call that C++ replays
 _MAX_PLANS = 16
 _A = TypeVar("_A")
 
 
 class Plan(NamedTuple):
-    """members: int32 `[len(TILES) + 1, B]`, the sequences of each bucket. counts: int32 `[len(TILES) + 1]`, how many."""
+    """members: int32 `[len(TILES) + 1, B or more]`, the sequences of each bucket. counts: int32 `[len(TILES) + 1]`, how many."""
 
     members: Tensor
     counts: Tensor
@@ -49,44 +52,66 @@ def _bucket_of(cu_q, cu_k, s, sequences, TILES: tl.constexpr):
     return bucket
 
 
-@triton.jit(do_not_specialize=["sequences", "blocks"])
-def count_kernel(cu_q, cu_k, sums, sequences, blocks, TILES: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _one_of(bucket, KINDS: tl.constexpr):
+    """Whether each sequence is in each bucket, int32 `[KINDS, BLOCK]`."""
+    return (bucket[None, :] == tl.arange(0, KINDS)[:, None]).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def count_kernel(cu_q, cu_k, sums, sequences, TILES: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr):
     """How many sequences of a block of them are in each bucket."""
     block = tl.program_id(0)
     bucket = _bucket_of(cu_q, cu_k, block * BLOCK + tl.arange(0, BLOCK), sequences, TILES)
-    for i in tl.static_range(len(TILES) + 1):
-        tl.store(sums + i * blocks + block, tl.sum((bucket == i).to(tl.int32), 0))
+    tl.store(sums + block * KINDS + tl.arange(0, KINDS), tl.sum(_one_of(bucket, KINDS), 1))
 
 
-@triton.jit(do_not_specialize=["sequences", "blocks"])
-def place_kernel(cu_q, cu_k, sums, members, counts, sequences, blocks, TILES: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the sequences of a block of them behind those of the blocks before it."""
+@triton.jit(do_not_specialize=["sequences", "room"])
+def place_kernel(
+    cu_q, cu_k, sums, members, counts, sequences, room, TILES: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr
+):  # fmt: skip
+    """Write the sequences of a block of them behind those of the blocks before it, which are in `sums` if they were counted. Lists are `room`
+    sequences apart."""
     block = tl.program_id(0)
-    s = block * BLOCK + tl.arange(0, BLOCK)
-    bucket = _bucket_of(cu_q, cu_k, s, sequences, TILES)
-    for i in tl.static_range(len(TILES) + 1):
-        before = tl.zeros((BLOCK,), tl.int32)
+    first = block * BLOCK
+    if first >= sequences:
+        return
+    before = tl.zeros((KINDS, BLOCK), tl.int32)
+    kinds = tl.arange(0, KINDS)
+    if COUNTED:
         for start in tl.range(0, block, BLOCK):
-            others = start + tl.arange(0, BLOCK)
-            before += tl.load(sums + i * blocks + others, mask=others < block, other=0)
-        mine = (bucket == i).to(tl.int32)
-        base = tl.sum(before, 0)
-        tl.store(members + i * sequences.to(tl.int64) + base + tl.cumsum(mine, 0) - 1, s, mask=mine != 0)
-        if block == blocks - 1:
-            tl.store(counts + i, base + tl.sum(mine, 0))
+            others = (start + tl.arange(0, BLOCK))[None, :]
+            before += tl.load(sums + others * KINDS + kinds[:, None], mask=others < block, other=0)
+    else:
+        for start in tl.range(0, first, BLOCK):
+            before += _one_of(_bucket_of(cu_q, cu_k, start + tl.arange(0, BLOCK), sequences, TILES), KINDS)
+    s = first + tl.arange(0, BLOCK)
+    bucket = _bucket_of(cu_q, cu_k, s, sequences, TILES)
+    mine = _one_of(bucket, KINDS)
+    base = tl.sum(before, 1)
+    at = tl.sum(mine * (base[:, None] + tl.cumsum(mine, 1) - 1), 0)
+    tl.store(members + bucket.to(tl.int64) * room + at, s, mask=bucket >= 0)
+    if first + BLOCK >= sequences:
+        tl.store(counts + kinds, base + tl.sum(mine, 1), mask=kinds <= len(TILES))
 
 
 def make_plan(cu_q: Tensor, cu_k: Tensor) -> Plan:
-    """The lists of a batch, int32 cu_seqlens `[B + 1]`."""
+    """The lists of a batch, int32 cu_seqlens `[B + 1]`. Those of a recorded call lie where they lie for every batch that C++ replays."""
     sequences, device = cu_q.shape[0] - 1, cu_q.device
-    members = torch.empty((len(TILES) + 1, sequences), dtype=torch.int32, device=device)
-    counts = torch.empty(len(TILES) + 1, dtype=torch.int32, device=device)
-    blocks = triton.cdiv(sequences, _BLOCK)
-    sums = counts
-    if blocks > 1:
-        sums = torch.empty((len(TILES) + 1, blocks), dtype=torch.int32, device=device)
-        launch_any(count_kernel, blocks, (cu_q, cu_k, sums), (sequences, blocks), (TILES, _BLOCK), num_warps=4)
-    launch_any(place_kernel, blocks, (cu_q, cu_k, sums, members, counts), (sequences, blocks), (TILES, _BLOCK), num_warps=4)
+    blocks = programs = triton.cdiv(sequences, _BLOCK)
+    room = sequences
+    if is_recorded():
+        programs, room = min(_MOST_PROGRAMS, sequences), MOST_AT_ONCE
+    members = scratch((len(TILES) + 1, room), torch.int32, device)
+    counts = scratch((len(TILES) + 1,), torch.int32, device)
+    counted, sums = sequences > MOST_AT_ONCE, counts
+    constants = (TILES, _KINDS, _BLOCK)
+    if counted:
+        sums = torch.empty((blocks, _KINDS), dtype=torch.int32, device=device)
+        launch_any(count_kernel, blocks, (cu_q, cu_k, sums), (sequences,), constants, num_warps=8)
+    numbers = varying((sequences, room), (SEQUENCES, FIXED))
+    tensors, follows = (cu_q, cu_k, sums, members, counts), (_MOST_PROGRAMS, 1, 0)
+    launch_any(place_kernel, programs, tensors, numbers, (*constants, counted), follows, num_warps=8)
     return Plan(members, counts)
 
 

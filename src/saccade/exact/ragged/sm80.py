@@ -19,6 +19,8 @@ from saccade.hardware import SMALL_SHARED, arch_of, multiprocessors
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import HEADERS
 from saccade.launch.disabled import FAILURES, disable, failure_of
+from saccade.native.described import KEYS, LONGEST_K, LONGEST_Q, QUERIES
+from saccade.native.recording import varying
 from saccade.nvrtc import Bound, Options, Source, load, obstacles
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "backward.cu", (HEADERS,))
@@ -118,5 +120,6 @@ def backward(
         query, key, value, args.cu_seqlens_q, args.cu_seqlens_k, members, count, dout, out, lse, lse if dlse is None else dlse, *gradients,
     )  # fmt: skip
     # the last four pointers are numbers in their place: they change from call to call, while the other numbers are bound to the launch
-    launch(*[x.data_ptr() for x in tensors], query.shape[0], key.shape[0], args.max_q, args.max_k)
+    numbers = (query.shape[0], key.shape[0], args.max_q, args.max_k)
+    launch(*[x.data_ptr() for x in tensors], *varying(numbers, (QUERIES, KEYS, LONGEST_Q, LONGEST_K)))
     return True

@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade import native
 from saccade.engine.prepare import Prepared
 from saccade.env import check_lengths
-from saccade.exact.recorded import Backward, begin_recording, numbers_of
+from saccade.exact.recorded import Backward, begin_recording, key_of, numbers_of
 from saccade.exact.varlen.args import ALIGNMENTS, VarlenArgs, VarlenCall
 from saccade.exact.varlen.op import OPS
 from saccade.native.recording import Recorder
@@ -39,11 +39,12 @@ def replayed(call: tuple) -> Tensor | None:
 
 def begin(prepared: Prepared, call: tuple, args: VarlenArgs) -> Recorder | None:
     """A recorder for a call of which C++ is to be told: until it could replay one of the kind, as a batch may be too large."""
-    replays = prepared.backend.replays and not prepared.problem.return_lse
+    chosen = prepared.backend
+    replays = chosen.replays and not prepared.problem.return_lse
     given = all(any(x is offsets for x in call) for offsets in (args.cu_seqlens_q, args.cu_seqlens_k))
     if native.calls is not None and not (replays and given):
         return None  # offsets that were converted are of this call alone
-    return begin_recording(prepared, call)
+    return begin_recording(prepared, call, chosen.limits is not None and chosen.limits(args)[-1])
 
 
 def record(
@@ -57,11 +58,12 @@ def record(
     planned = recorder.planned((*inputs, out, lse, *seed), len(inputs))
     if planned is None:
         return
-    key = native.calls.key(call)
+    limits = chosen.limits(args)
+    key = key_of(call, limits[-1])
     prepared.recorded.remember(key, True)
     differentiable = (args[:3] if qkv is None else (qkv,)) if prepared.problem.needs_grad else ()
     empty = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in differentiable]
     names = _INPUTS if qkv is None else ("qkv", "cu_seqlens")
     backward = Backward(OPS, prepared, key, names, bool(seed), numbers_of(OPS, args), ("max_q", "max_k"))
-    form = (chosen.saves_output, bool(seed), *chosen.limits(args))
+    form = (chosen.saves_output, bool(seed), *limits)
     native.calls.remember_ragged(call, out, lse, planned, empty, backward, form)

@@ -104,23 +104,25 @@ struct RecordedCall {
     bool ragged = false;      // packed tokens [T, H, D]: layouts hold for any number of tokens and sequences
     int64_t width = 0, most = 0, most_sequences = 0;  // of a ragged call: its numbers, padded to the longest, are at most `most`
     bool by_tokens = false;   // .. or those of its tokens alone
+    bool by_lists = false;    // .. or more: these are the launches for lists of lengths
     std::vector<Layout> results;  // of a call of an op, which is below autograd: all that it returns
     Planned op;                   // and its launches
 
-    // numbers: width, most, most_sequences and by_tokens of a ragged call
+    // numbers: width, most, most_sequences, by_tokens and by_lists of a ragged call
     void limit(const std::vector<int64_t>& numbers) {
         if (numbers.empty()) return;
-        TORCH_CHECK(numbers.size() == 4, "a ragged call has four limits");
+        TORCH_CHECK(numbers.size() == 5, "a ragged call has five limits");
         ragged = true;
         width = numbers[0];
         most = numbers[1];
         most_sequences = numbers[2];
         by_tokens = numbers[3];
+        by_lists = numbers[4];
     }
     bool fits(const Ragged& given) const {
         const int64_t sequences = given.numbers[Ragged::SEQUENCES];
         const int64_t rows = by_tokens ? given.numbers[Ragged::QUERIES] : sequences * given.longest();
-        return !ragged || (sequences <= most_sequences && rows * width <= most);
+        return !ragged || (sequences <= most_sequences && (rows * width > most) == by_lists);
     }
 
     // puts what is launched in the place of what was given; `converted` holds it

@@ -107,9 +107,8 @@ PyObject* memory_compute(Memory* self, PyObject* const* arguments, Py_ssize_t co
     given.reserve(9);
     key.reserve(96);
     if (!read_any(arguments, count, given, key, records, ragged)) Py_RETURN_NONE;
-    auto found = self->calls->find(key);
-    if (found == self->calls->end() || !found->second->fits(ragged)) Py_RETURN_NONE;
-    std::shared_ptr<RecordedCall> call = found->second;
+    std::shared_ptr<RecordedCall> call = find(*self->calls, key, ragged);
+    if (!call) Py_RETURN_NONE;
     const at::Device device = given[0]->device();
     std::vector<Tensor> allocated;
     std::vector<int64_t> addresses;
@@ -136,10 +135,8 @@ PyObject* memory_run_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t
     tensors.reserve(5);
     key.reserve(56);
     if (!read_ragged(arguments, count, tensors, key, records, ragged)) Py_RETURN_NONE;
-    auto found = self->calls->find(key);
-    if (found == self->calls->end()) Py_RETURN_NONE;
-    std::shared_ptr<RecordedCall> call = found->second;
-    if (tensors.size() != static_cast<size_t>(call->inputs) || !call->fits(ragged)) Py_RETURN_NONE;
+    std::shared_ptr<RecordedCall> call = find(*self->calls, key, ragged);
+    if (!call || tensors.size() != static_cast<size_t>(call->inputs)) Py_RETURN_NONE;
     return THPVariable_Wrap(run_ours(call, tensors, records, ragged));
     END_HANDLE_TH_ERRORS
 }
@@ -148,7 +145,8 @@ PyObject* memory_run_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t
 
 // The end of a call may run Python, for a closure or a tensor that it held; and Python may use this memory, or let another thread in that does.
 // So nothing is destroyed inside the map: what leaves it is swapped out, and ends when the map is whole again.
-void store(Memory* self, const Key& key, std::shared_ptr<RecordedCall> call) {
+void store(Memory* self, Key& key, std::shared_ptr<RecordedCall> call) {
+    if (call->by_lists) key.push_back(BY_LISTS);
     Calls all;
     if (self->calls->size() >= 4096) self->calls->swap(all);  // only a stream of ever new shapes gets here
     (*self->calls)[key].swap(call);
@@ -197,7 +195,7 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
 }
 
 // remember_op(call, results, planned, limits): for `compute`; the results take the slots after the tensors of the call, then
-// comes scratch memory. For packed tokens a result is (a tensor of its dtype, its sizes), and limits are width, most, most_sequences and by_tokens of `RecordedCall`.
+// comes scratch memory. For packed tokens a result is (a tensor of its dtype, its sizes), and limits are those of `RecordedCall::limit`.
 PyObject* memory_remember_op(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 4, "remember_op takes four arguments, the call first");
@@ -217,7 +215,7 @@ PyObject* memory_remember_op(Memory* self, PyObject* const* arguments, Py_ssize_
 }
 
 // remember_ragged(call, out, lse, planned, gradients, plan_backward, form): the same for packed tokens; the call begins with the longest of q and
-// of k. form: whether backward needs out, whether a seed is drawn, and width, most, most_sequences and by_tokens of `RecordedCall`.
+// of k. form: whether backward needs out, whether a seed is drawn, and the numbers of `RecordedCall::limit`.
 PyObject* memory_remember_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 7, "remember_ragged takes seven arguments, the call first");
@@ -226,10 +224,10 @@ PyObject* memory_remember_ragged(Memory* self, PyObject* const* arguments, Py_ss
     if (!read_tuple(arguments[0], tensors, key)) Py_RETURN_FALSE;
     std::shared_ptr<RecordedCall> call = described(tensors, arguments);
     auto form = numbers(arguments[6]);
-    TORCH_CHECK(form.size() == 6, "a ragged form has six parts: saves_out, draws_seed, width, most, most_sequences, by_tokens");
+    TORCH_CHECK(form.size() == 7, "a ragged form has seven parts: saves_out, draws_seed and five limits");
     call->saves_out = form[0];
     call->draws_seed = form[1];
-    call->limit({form[2], form[3], form[4], form[5]});
+    call->limit({form.begin() + 2, form.end()});
     store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS

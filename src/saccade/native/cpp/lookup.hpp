@@ -30,6 +30,17 @@ int64_t version_of(const Tensor& tensor) {
 
 using Calls = std::unordered_map<Key, std::shared_ptr<RecordedCall>, Hash>;
 
+constexpr int64_t BY_LISTS = 1;  // at the end of a key, as in `saccade.native.described`
+
+// The call that replays this one. A packed batch is one launch or goes by lists of lengths, which are kinds of their own.
+std::shared_ptr<RecordedCall> find(const Calls& calls, Key& key, const Ragged& ragged) {
+    for (int i = 0; i < 2; ++i, key.push_back(BY_LISTS)) {
+        auto found = calls.find(key);
+        if (found != calls.end() && found->second->fits(ragged)) return found->second;
+    }
+    return nullptr;
+}
+
 struct Memory {
     PyObject_HEAD
     Calls* calls;
@@ -114,8 +125,11 @@ bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const T
     return !device.is_cuda() || c10::impl::getDeviceGuardImpl(device.type())->getDevice() == device;
 }
 
+constexpr int64_t FILLED = 512;  // up to less, kernels are chosen by powers of two; `ragged.config.forward_by_triton` changes at 512 itself
+
 // A call of packed tokens: (longest of q, of k, query, key, value, cu_seqlens_q, cu_seqlens_k, others and options), or one tensor [T, 3, H, D] and
-// one cu_seqlens in their place. Its key has no numbers of tokens or sequences, and of the longest ones the tile that holds them.
+// one cu_seqlens in their place. Its key has no numbers of tokens or sequences, and of the longest ones the power of two that holds them, from FILLED on
+// also whether they fill it.
 bool read_ragged(PyObject* const* arguments, Py_ssize_t count, std::vector<const Tensor*>& tensors, Key& key, bool& records, Ragged& ragged) {
     if (count < 7 || !PyLong_CheckExact(arguments[0]) || !PyLong_CheckExact(arguments[1])) return false;
     key.push_back(-1);  // unlike any other call
@@ -141,9 +155,11 @@ bool read_ragged(PyObject* const* arguments, Py_ssize_t count, std::vector<const
     }
     ragged.numbers[Ragged::ROWS_OF_16_BYTES] = 16 * sequences;
     for (int64_t left = sequences; left; left /= 2) ++ragged.numbers[Ragged::HALVINGS];
-    int64_t tile = 16;
-    while (tile < ragged.longest()) tile *= 2;
-    key.push_back(tile);
+    for (int i : {Ragged::LONGEST_Q, Ragged::LONGEST_K}) {
+        int64_t tile = 16;
+        while (tile < ragged.numbers[i]) tile *= 2;
+        key.push_back(tile + (tile >= FILLED && tile == ragged.numbers[i]));
+    }
     key.push_back(offsets_q.is_same(offsets_k) && query.size(0) == key_.size(0));  // token tiles take one list of one number of tokens
     return true;
 }
