@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "reduce-overhead": {"mode": "reduce-overhead"},
     "reduce-overhead, dynamic": {"mode": "reduce-overhead", "dynamic": True},
 }
+OF_SHAPES = ("dynamic",)  # for batches of many shapes, of which every other way compiles or records each
 LIMIT = 60.0  # seconds to compile in; a way that takes longer is left out, and the note says so
 Embed = Callable[[Padded], Tensor]
 
@@ -31,15 +32,19 @@ class Compiled(NamedTuple):
 
 @torch.inference_mode()
 def fastest(
-    make: Callable[[dict[str, Any]], Embed], batches: Sequence[Padded], wait: Callable[[], object], limit: float = LIMIT
+    make: Callable[[dict[str, Any]], Embed],
+    batches: Sequence[Padded],
+    wait: Callable[[], object],
+    ways: Iterable[str] = tuple(WAYS),
+    limit: float = LIMIT,
 ) -> Compiled:
-    """Compile stock in every way. make: the function of a batch for the arguments of torch.compile. wait: for the device."""
+    """Compile stock in these ways. make: the function of a batch for the arguments of torch.compile. wait: for the device."""
     found: dict[str, tuple[float, Embed]] = {}
     said = []
-    for name, options in WAYS.items():
+    for name in ways:
         torch.compiler.reset()
         try:
-            embed = make(options)
+            embed = make(WAYS[name])
             seconds = _warm(embed, batches, wait, limit)
             took = None if seconds is None else _pass(embed, batches, wait)
         except NOT_RUN as error:
