@@ -148,7 +148,7 @@ def test_the_newest_table_is_drawn_and_shown(tmp_path, capsys):
     page = tmp_path / "docs" / "speed.md"
     page.parent.mkdir()
     page.write_text("![Maps](../benchmarks/results/h200/short_sizes.png)")
-    text = (RESULTS / "h100" / "short_sizes.csv").read_text()
+    text = (RESULTS / "h200" / "short_sizes.csv").read_text()
     for folder, day in (("h200", "2026-01-02"), ("h100", "2026-03-01")):
         table = tmp_path / folder / "short_sizes.csv"
         table.parent.mkdir()

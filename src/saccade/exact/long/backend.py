@@ -91,7 +91,7 @@ _NOTES = Source("docs/notes/long.md")  # what was measured in CUDA graphs, and b
 
 
 def _rule(problem: Problem) -> Rule:
-    """Follows benchmarks/results/h100/short_long.csv and short_sizes.csv."""
+    """Follows benchmarks/results/h200/short_long.csv and short_sizes.csv."""
     if problem.mask == "bias":
         return _rule_of_biases(problem)
     shortest, longest = sorted((problem.q_len, problem.kv_len))
