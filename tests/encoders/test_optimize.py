@@ -390,6 +390,39 @@ def test_positions_are_counted_as_the_embeddings_count_them(number):
         torch.testing.assert_close(ours(ids, mask)[0][mask.bool()], theirs(ids, mask)[0][mask.bool()])
 
 
+def _wrapped(model):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for i, layer in enumerate(model.encoder.layer):
+        model.encoder.layer[i] = checkpoint_wrapper(layer)
+
+
+@pytest.mark.parametrize(
+    "enable",
+    [
+        lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
+        lambda model: (model.enable_input_require_grads(), model.gradient_checkpointing_enable({"use_reentrant": True})),
+        _wrapped,
+    ],
+    ids=["kept", "reentrant", "wrapper"],
+)
+def test_layers_that_are_computed_again_in_backward(enable):
+    pairs = made("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    handle = saccade.optimize(pairs[0])
+    ids, mask = padded((5, 9))
+    for model in pairs:
+        model.train()
+        model(ids, mask)  # before it is asked for
+        enable(model)
+        model(ids, mask)[0][mask.bool()].square().sum().backward()
+    reason = "gradient checkpointing computes layers again in backward, where no sequence has its borders"
+    assert handle.served[0].last == f"stock: {reason}"
+    for x, y in zip(*(model.parameters() for model in pairs), strict=True):
+        assert (x.grad is None) == (y.grad is None)
+        if y.grad is not None:
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-8, atol=1e-9)
+
+
 def test_two_models_in_two_threads():
     pairs = [made(name) for name in ("bert", "distilbert")]
     for ours, _ in pairs:

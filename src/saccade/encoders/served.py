@@ -170,6 +170,8 @@ class Served(Encoder):
             reason = "the config asks for attentions or hidden states"
         elif config._attn_implementation != self.attention:
             reason = f"its attention is {config._attn_implementation!r} now"
+        elif self.state.recomputes:
+            reason = "gradient checkpointing computes layers again in backward, where no sequence has its borders"
         longest = getattr(config, "max_position_embeddings", None)
         reads_first = not self.family.causal and (self.has_head or pooler is not None)
         return Facts(reason, longest, reads_first, getattr(config, "return_dict", True), families.pooler_of(self.model))

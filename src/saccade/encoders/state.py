@@ -45,6 +45,7 @@ class State:
         self.tensors: list[Tensor] = []
         self.parameters: list[Tensor] = []  # those that want a gradient, tied ones once
         self.watched = ""  # what a replay would pass by, in words; empty if there is nothing
+        self.recomputes = False  # whether backward calls layers again
         self.changes = 0
         self._parts: list[int] = []
         self._quick: tuple[bytes, list[Any]] | None = None
@@ -74,6 +75,8 @@ class State:
         self._adapters = [m for m in self._modules if hasattr(m, "_disable_adapters")]  # of peft
         # FSDP puts whole parameters in the place of its shards for the time of a call, and frees them before backward
         self._gathered = any("_is_fsdp_managed_module" in own for own in self._owns)
+        # torch's own wrapper of a layer, which accelerate puts there with FSDP
+        self._wrapped = any(type(m).__name__ == "CheckpointWrapper" for m in self._modules)
         self._checkpointed = [m for m in self._modules if hasattr(m, "gradient_checkpointing")]
         self._marks = [
             *[(m.__dict__, "p") for m in self._modules if isinstance(m, nn.Dropout)],
@@ -147,6 +150,7 @@ class State:
             # DTensors and quantised weights: what an operation of theirs launches is theirs to know
             self._others = {type(x).__name__ for x in self.tensors if type(x) not in _PLAIN}
         self._kind = self.tensors[0].device.type
+        self.recomputes = self._wrapped or any(m.gradient_checkpointing and m.training for m in self._checkpointed)
         self.watched = self._watched()
         plain = [] if self._others else self.tensors
         found = [
@@ -178,7 +182,7 @@ class State:
             return "a module inside of it has a hook, which a replay would not call"
         if any("forward" in own for own, _ in self._forwards):
             return "a module inside of it has a forward of its own, which a replay would not call"
-        if any(m.gradient_checkpointing and m.training for m in self._checkpointed):
+        if self.recomputes:
             return "gradient checkpointing computes layers again in backward"
         return ""
 
