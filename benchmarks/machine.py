@@ -23,14 +23,17 @@ def in_checkout() -> bool:
 
 
 def commit() -> str:
-    """The commit of this checkout, or the version that is installed."""
+    """The commit of this checkout, "-dirty" behind it if code of saccade differs from it; or the version that is installed."""
     if not in_checkout():
         return f"v{saccade.__version__}"
     try:
-        asked = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+        head, changes = (
+            subprocess.run(["git", "-C", str(HERE.parent), *asked], capture_output=True, text=True, check=False).stdout.strip()
+            for asked in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--", "src"))
+        )
     except OSError:
         return "unknown"
+    return head + "-dirty" * bool(changes) if head else "unknown"
 
 
 def _cpu() -> str:

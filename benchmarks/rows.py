@@ -87,9 +87,14 @@ class Writer:
         return row
 
     def drop_others(self) -> None:
-        """Drop the rows of problems of which this run measured none."""
-        problems = {row.problem for row in self.rows}
-        self._lines = {key: line for key, line in self._lines.items() if key[0] in problems}
+        """Drop the rows of problems of which this run measured none, and those of a problem's implementation that it measured in other rows: their note
+        or direction is gone. An implementation that this machine lacks keeps its rows."""
+        problems, measured = {key[0] for key in self._measured}, {key[:2] for key in self._measured}
+        self._lines = {
+            key: line
+            for key, line in self._lines.items()
+            if key in self._measured or (key[0] in problems and key[:2] not in measured)
+        }
         self._write()
 
     def _write(self) -> None:

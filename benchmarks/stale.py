@@ -179,12 +179,37 @@ def _is_in(name: str, blob: str, commit: str, by_launches: bool) -> bool:
         return True
     same_name = {old for path, old in before.items() if path.startswith("src/") and Path(path).name == Path(name).name}
     definitions = _definitions(blob, Path(name).suffix)
-    if definitions <= _wing(commit, name):
+    if definitions <= _wing(commit, name) and not _redefines(name, blob, before.get(name)):
         return True
     equal = equal_codes(name, _digest(definitions), commit if by_launches else "")
     if name not in before and ABSENT in equal:
         return True
     return any(_digest(_definitions(old, Path(name).suffix)) in equal for old in same_name)
+
+
+def _redefines(name: str, blob: str, old: str | None) -> bool:
+    """Whether a name of a Python file has another value than before: one that another file of the wing had then is no definition that moved."""
+    if old is None or not name.endswith(".py"):
+        return False
+    then, now = (_named(_git("cat-file", "blob", x)) for x in (old, blob))
+    return any(then[x] and found - then[x] for x, found in now.items() if x in then)
+
+
+def _named(text: str) -> dict[str, frozenset[str]]:
+    """Name -> digests of the statements at the top of a Python file that define it."""
+    found: dict[str, frozenset[str]] = {}
+    for statement in ast.parse(text).body:
+        digests = definitions_of(ast.unparse(statement), ".py")
+        for name in _names(statement):
+            found[name] = found.get(name, frozenset()) | digests
+    return found
+
+
+def _names(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return [x.id for target in targets if target is not None for x in ast.walk(target) if isinstance(x, ast.Name)]
 
 
 def code_of(text: str, name: str) -> str:

@@ -179,6 +179,17 @@ def test_a_whole_run_drops_problems_that_are_gone(runner, fake, tmp_path):
     assert {problem for problem, *_ in rows(tmp_path)} == {"n=1"}
 
 
+def test_a_whole_run_drops_rows_whose_note_is_gone(runner, fake, tmp_path):
+    runner("short_fake")
+    path = tmp_path / "out" / "short_fake.csv"
+    path.write_text(path.read_text().replace(" ms,", " ms; an older word,").replace("n=2,theirs", "n=2,absent"))
+    runner("short_fake", "--rows", "n=2")
+    assert path.read_text().count("an older word") == 6  # a part drops none
+    runner("short_fake")
+    left = [line for line in path.read_text().splitlines() if "an older word" in line]
+    assert [line.split(",")[1:3] for line in left] == [["n=2", "absent"]]  # a peer that this machine may lack
+
+
 def test_a_run_that_is_cut_keeps_its_rows_and_all_others(runner, fake, tmp_path):
     runner("short_fake")
     fake.TIME, fake.CASES = 2.0, ["n=1 fwd", "n=9 ends", "n=2 fwd"]

@@ -61,6 +61,18 @@ def table(tmp_path, commit, name="short_full", notes=("",)):
     return stale.verdict(path)
 
 
+def test_a_value_that_another_file_had_is_a_change(repository, tmp_path):
+    config, other = "src/saccade/exact/short/config.py", "src/saccade/exact/short/sm90.py"
+    repository(other, "ROWS = 128\n")
+    commit = repository(config, "ROWS = 64\nCOLUMNS = 32\n")
+    repository(config, "COLUMNS = 32\nROWS = 64  # of a tile\n")
+    assert not table(tmp_path, commit).is_stale
+    repository(config, "ROWS = 128\nCOLUMNS = 32\n")
+    assert table(tmp_path, commit).changed == (config,)
+    repository(config, "COLUMNS = 32\n")
+    assert not table(tmp_path, commit).is_stale, "a definition that went is noticed where it was used"
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

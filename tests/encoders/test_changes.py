@@ -9,7 +9,7 @@ import pytest
 import torch
 from encoders_made import made
 from encoders_made import padded as encoder_batch
-from graphs_made import Graph, install
+from graphs_made import Graph, install, packed_attention
 from images_made import made_tower, pixels
 from padded_made import made_padded
 from torch import nn
@@ -217,19 +217,10 @@ def test_padding_on_the_left_and_empty_rows_are_not_widened(captures, lengths):
             assert "a row starts with a masked token" in one.last
 
 
-def _attention(module, query, key, value, attention_mask, **options):
-    """Attention of packed tokens whose operations do not depend on lengths, as those of the reference on a CPU do."""
-    ends, rows = options["cu_seq_lens_q"], torch.arange(query.shape[2])
-    sequence = torch.bucketize(rows, ends[1:], right=True)
-    seen = sequence[:, None] == sequence[None, :]
-    out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=options.get("scaling"))
-    return out.transpose(1, 2), None
-
-
 @pytest.fixture
 def packed(captures, monkeypatch):
     """(a packed encoder that has replayed its graph, its twin, what serves it, a batch)."""
-    monkeypatch.setattr(attention, "attention_forward", _attention)
+    monkeypatch.setattr(attention, "attention_forward", packed_attention)
     ours, theirs = (m.eval() for m in made("bert"))
     one = saccade.optimize(ours, fuse=False).served[0]
     ids, mask = encoder_batch((5, 9, 3), 0)

@@ -172,6 +172,14 @@ def test_values_changed_in_place_are_seen():
             torch.testing.assert_close(computed(one.run_fused, one, (5, 9)), computed(one.run, one, (5, 9)), rtol=1e-5, atol=1e-5)
 
 
+def test_a_weight_that_is_transposed_where_it_lies_is_read_as_it_is():
+    one, _ = moved()
+    key = one.model.encoder.layer[0].attention.self.key
+    key.weight.data = key.weight.data.t()
+    with torch.no_grad():
+        torch.testing.assert_close(computed(one.run_fused, one, (5, 9)), computed(one.run, one, (5, 9)), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("change", ["to", "data", "assign", "parameter", "ema"])
 def test_weights_that_moved_away_are_put_together_again(change):
     one, twin = moved()

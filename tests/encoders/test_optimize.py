@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -191,6 +194,18 @@ def test_a_copy_runs_its_own_weights(how):
         torch.testing.assert_close(ours(*batch)[0][real], changed)
 
 
+def test_a_pickle_runs_in_a_process_that_has_optimised_nothing(tmp_path):
+    ours, _ = made("bert")
+    saccade.optimize(ours.eval())
+    ids, mask = padded((5, 9))
+    with torch.no_grad():
+        torch.save((ours, ids, mask, ours(ids, mask)[0][mask.bool()]), tmp_path / "model.pt")
+    load = f"m, ids, mask, found = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)"
+    run = f"import torch\n{load}\ntorch.testing.assert_close(m(ids, mask)[0][mask.bool()], found)"
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_state_dict_and_save_pretrained_are_stocks(tmp_path):
     ours, theirs = made("bert")
     saccade.optimize(ours)
@@ -330,6 +345,82 @@ def test_an_exception_inside_leaves_the_model_whole():
     assert ours.pooler is pooler
     with torch.no_grad():
         torch.testing.assert_close(ours(*batch)[1], theirs.eval()(*batch)[1])
+
+
+def test_a_thread_sees_a_whole_model_while_another_runs_it():
+    ours, theirs = made("bert")
+    handle = saccade.optimize(ours.eval())
+    ids, mask = padded((5, 9))
+    found = []
+
+    class Looks(torch.nn.Module):
+        def forward(self, x):
+            found.append((ours.pooler is pooler, any(name.startswith("pooler.") for name in ours.state_dict())))
+            return x
+
+    pooler = ours.pooler
+    ours.encoder.layer[1].output.add_module("dropout", Looks())
+    with torch.no_grad():
+        outputs = ours(ids, mask)
+        assert handle.served[0].last == "unpadded"
+        torch.testing.assert_close(outputs.pooler_output, theirs.eval()(ids, mask).pooler_output)
+    assert found == [(True, True)]
+
+
+def test_a_forward_of_others_runs_without_its_pooler():
+    ours, theirs = made("bert")
+    stock, pooler = ours.eval().forward, ours.pooler
+    ours.forward = functools.wraps(stock)(lambda *args, **kwargs: stock(*args, **kwargs))
+    handle = saccade.optimize(ours)
+    ids, mask = padded((5, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids, mask).pooler_output, theirs.eval()(ids, mask).pooler_output)
+    assert handle.served[0].last == "unpadded"
+    assert ours.pooler is pooler
+
+
+@pytest.mark.parametrize("number", [0, 5, None])
+def test_positions_are_counted_as_the_embeddings_count_them(number):
+    ours, theirs = made("roberta")
+    for model in (ours, theirs):
+        model.eval().config.pad_token_id = number  # the embeddings keep 1
+    saccade.optimize(ours)
+    ids, mask = padded((5, 9), padding=number or 0)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids, mask)[0][mask.bool()], theirs(ids, mask)[0][mask.bool()])
+
+
+def _wrapped(model):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for i, layer in enumerate(model.encoder.layer):
+        model.encoder.layer[i] = checkpoint_wrapper(layer)
+
+
+@pytest.mark.parametrize(
+    "enable",
+    [
+        lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
+        lambda model: (model.enable_input_require_grads(), model.gradient_checkpointing_enable({"use_reentrant": True})),
+        _wrapped,
+    ],
+    ids=["kept", "reentrant", "wrapper"],
+)
+def test_layers_that_are_computed_again_in_backward(enable):
+    pairs = made("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    handle = saccade.optimize(pairs[0])
+    ids, mask = padded((5, 9))
+    for model in pairs:
+        model.train()
+        model(ids, mask)  # before it is asked for
+        enable(model)
+        model(ids, mask)[0][mask.bool()].square().sum().backward()
+    reason = "gradient checkpointing computes layers again in backward, where no sequence has its borders"
+    assert handle.served[0].last == f"stock: {reason}"
+    for x, y in zip(*(model.parameters() for model in pairs), strict=True):
+        assert (x.grad is None) == (y.grad is None)
+        if y.grad is not None:
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-8, atol=1e-9)
 
 
 def test_two_models_in_two_threads():

@@ -69,7 +69,16 @@ def test_a_large_batch_is_packed_in_pieces(module):
 
 @pytest.mark.parametrize(
     ("longest", "most", "bound"),
-    [(36, 514, 128), (128, 514, 128), (129, 514, 512), (512, 8192, 512), (513, 514, 514), (600, 8192, 8192), (3, 64, 128)],
+    [
+        (36, 514, 128),
+        (128, 514, 128),
+        (129, 514, 512),
+        (512, 8192, 512),
+        (513, 514, 514),
+        (600, 8192, 8192),
+        (3, 64, 128),
+        (600, 514, 600),
+    ],
 )
 def test_a_graph_expects_usual_lengths_whatever_a_model_may_take(longest, most, bound):
     assert size_of(1000, 7, longest, most) == (1024, bound)

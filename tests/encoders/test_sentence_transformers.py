@@ -162,12 +162,20 @@ def test_the_pooling_takes_only_the_batch_of_its_encoder(tokenizer_folder):
     assert torch.equal(module(dict(given))["sentence_embedding"], torch.full((2, 4), 7.0))
     for other in ({"token_embeddings": padded.clone()}, {"attention_mask": mask.clone()}, {"token_weights_sum": torch.ones(2)}):
         assert module(given | other)["sentence_embedding"].shape == (2, SIZES["hidden_size"])
+    for changed in (mask, padded):
+        changed.mul_(1)
+        assert module(dict(given))["sentence_embedding"].shape == (2, SIZES["hidden_size"]), "it was changed in place"
+        keep(padded, mask, torch.full((2, 4), 7.0))
+    with torch.inference_mode():  # whose tensors count no changes
+        inside = {"token_embeddings": padded.clone(), "attention_mask": mask.clone()}
+        keep(*inside.values(), torch.full((2, 4), 7.0))
+        assert torch.equal(module(inside)["sentence_embedding"], torch.full((2, 4), 7.0))
     left = weakref.ref(padded)
     copied = copy.deepcopy(model)
     assert copied[1](dict(given))["sentence_embedding"].shape == (2, SIZES["hidden_size"])
     handle.restore()
     assert set(module.__dict__) == before
-    del given, padded, other
+    del given, padded, other, changed
     assert left() is None, "what was pooled keeps no batch alive"
 
 
@@ -197,6 +205,13 @@ def test_the_forward_of_a_sentence_transformer_puts_out_what_its_modules_do(toke
         replaced, served.model.forward = served.model.forward, served.stock
         assert model(dict(batch))["sentence_embedding"] is not found[1], "somebody has replaced the encoder's forward"
         served.model.forward = replaced
+        model[0].forward = model[0].forward
+        assert model(dict(batch))["sentence_embedding"] is not found[1], "somebody has replaced the forward before it"
+        del model[0].forward
+        model[0].model = copy.deepcopy(served.model)
+        assert model(dict(batch))["sentence_embedding"] is not found[1], "somebody has replaced the encoder"
+        model[0].model = served.model
+        assert model(dict(batch))["sentence_embedding"] is found[1]
     assert model(dict(batch))["sentence_embedding"] is not found[1], "a gradient is wanted"
     copied = copy.deepcopy(model)
     assert copied.forward.__self__ is copied

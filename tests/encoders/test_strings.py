@@ -353,6 +353,17 @@ def test_an_error_of_the_caller_leaves_no_thread(bert, monkeypatch, error):
         assert not threads()
 
 
+def test_one_thread_at_a_time_reads_the_state(bert, monkeypatch):
+    """Another one may run under another autocast."""
+    with saccade.optimize(bert) as handle:
+        (served,) = handle.served
+        read, alone = served.state.read, []
+        monkeypatch.setattr(served.state, "read", lambda: alone.append(served.lock._is_owned()) or read())
+        bert.encode(texts(3))
+    assert alone
+    assert all(alone)
+
+
 def test_two_encoders_at_once(tokenizer_folder, bert):
     other = embedder(tokenizer_folder, QWEN, "lasttoken")
     some = texts(700)

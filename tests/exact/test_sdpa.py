@@ -684,3 +684,15 @@ def test_nothing_fake_is_remembered_of_a_mask(monkeypatch):
         assert backend._added(mode.from_tensor(mask), torch.float32).shape == mask.shape
     found = backend._added(mask, torch.float32)
     assert found.tolist() == [[0.0, float("-inf")]]
+
+
+@pytest.mark.parametrize("of_bias_alone", [False, True])
+@pytest.mark.parametrize(("rows", "queries"), [(2, 4), (0, 4), (2, 0)])
+def test_a_bias_without_a_key_or_a_query_has_a_gradient_of_zero(rows, queries, of_bias_alone):
+    """torch's function leaves it without one, which data parallelism takes for a parameter that is not used."""
+    q, k, v = (torch.randn(rows, 2, n, 16, requires_grad=not of_bias_alone) for n in (queries, 4, 4))
+    bias = torch.randn(2, queries, 4, requires_grad=True)
+    out = saccade.attention(q, k, v, attn_mask=bias, lengths=torch.zeros(rows, dtype=torch.int64))
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(bias.grad, torch.zeros_like(bias))

@@ -20,7 +20,7 @@ class Size(NamedTuple):
 
 def size_of(tokens: int, sequences: int, longest: int, most: int) -> Size:
     """The size that is captured for a batch. Empty sequences count, since each has an end. most: positions of the model."""
-    bound = SHORT if longest <= SHORT else USUAL if longest <= USUAL else max(USUAL, most)
+    bound = SHORT if longest <= SHORT else USUAL if longest <= USUAL else max(most, longest)
     return Size(capacity(max(tokens, sequences)), bound)
 
 

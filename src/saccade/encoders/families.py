@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +71,26 @@ def pooler_of(model: Any) -> Callable[[Tensor], Tensor] | None:
     if hasattr(model, "pooler_activation"):  # ALBERT
         return lambda hidden: model.pooler_activation(pooler(hidden[:, 0]))
     return pooler
+
+
+@contextmanager
+def without_pooler(model: Any, stock: Any) -> Iterator[Any]:
+    """A forward whose pooler, which would read the first token of a row, is None. Another thread may run stock or save the model meanwhile, so a second
+    object with the same parts runs. A forward that somebody else has put there knows the model alone."""
+    is_own = getattr(stock, "__self__", None) is model
+    if not hasattr(model, "pooler"):
+        yield stock
+    elif is_own:
+        bare = object.__new__(type(model))
+        bare.__dict__ = {**model.__dict__, "_modules": {**model._modules, "pooler": None}}
+        yield MethodType(stock.__func__, bare)
+    else:
+        pooler = model.pooler
+        model.pooler = None
+        try:
+            yield stock
+        finally:
+            model.pooler = pooler
 
 
 def positions_of(family: Family, ids: Tensor, padding: int) -> Tensor:

@@ -117,7 +117,7 @@ class Gpu:
         if slot is None:
             return Forward(run, make, self.device, self.stream, self.pool)
         parameters = served.state.parameters
-        known = tuple([x.data_ptr() for x in parameters])
+        known = tuple([(x.data_ptr(), x.dtype, x.shape) for x in parameters])
         if known not in self.gradients:
             self.gradients = {known: Gradients(parameters)}  # type: ignore[arg-type]
         return Training(served.model, run, make, self.device, self.stream, slot, parameters, self.gradients[known])  # type: ignore[arg-type]

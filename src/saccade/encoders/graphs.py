@@ -327,6 +327,7 @@ class _Replayed(torch.autograd.Function):
         training.forward.replay()
         ctx.training, ctx.ticket = training, Ticket(training.slot)
         ctx.versions = sum([x._version for x in parameters])
+        ctx.addresses = [*map(Tensor.data_ptr, parameters)]
         ctx.parameters = parameters  # leaves: they own no graph
         ctx.set_materialize_grads(False)
         outputs = tuple([x.detach() for x in training.outputs])
@@ -343,6 +344,10 @@ class _Replayed(torch.autograd.Function):
             )
         if sum([x._version for x in ctx.parameters]) != ctx.versions:
             raise RuntimeError("a parameter of an optimised encoder was changed in place between its forward and its backward")
+        if [*map(Tensor.data_ptr, ctx.parameters)] != ctx.addresses:
+            raise RuntimeError(
+                "a parameter of an optimised encoder was moved to other memory between its forward and its backward"
+            )
         gradients = training.gradients
         if all(x is None for x in doutputs):
             ctx.ticket.give_back()

@@ -93,7 +93,7 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
     if joined is not None and joined.memory.dtype == parts[0].dtype:
         address, rows = joined.address, 0
         for x in parts:
-            if x.data_ptr() != address:
+            if x.data_ptr() != address or not x.is_contiguous():
                 break
             address, rows = address + x.nbytes, rows + x.shape[0]
         else:

@@ -36,8 +36,15 @@ class _Forward:
         return MethodType(type(copy).forward, copy) if copy is not None else self.served.stock
 
     def __reduce__(self) -> Any:
-        # asked of the new model before it has an attribute of its own, this is the forward of its class
-        return getattr, (self.served.model, "forward")
+        return _own_forward, (self.served.model,)
+
+
+def _own_forward(model: nn.Module) -> Any:
+    """The forward of the class of a model that is unpickled, and has no attribute of its own yet. Its config names our attention, in a process that may
+    not know it."""
+    if has_package("transformers"):
+        attention.register()
+    return model.forward
 
 
 class Optimized:

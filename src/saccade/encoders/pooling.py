@@ -86,13 +86,20 @@ _pooled = WeakTensorKeyDictionary()  # of batches that still live: not an attrib
 
 def keep(padded: Tensor, mask: Tensor | None, embeddings: Tensor) -> None:
     """Note on a padded batch that leaves the encoder what was pooled of it, under which mask; it lives as long as the batch."""
-    _pooled[padded] = mask, embeddings
+    _pooled[padded] = mask, embeddings, [*map(_version, (padded, mask))]
+
+
+def _version(x: Tensor | None) -> int:
+    """The number of changes in place; tensors of inference mode count none."""
+    return 0 if x is None or x.is_inference() else x._version
 
 
 def _kept(padded: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The embeddings that were pooled from a batch under its mask; None if the batch came from elsewhere."""
-    found: tuple[Tensor | None, Tensor] | None = _pooled.get(padded)
-    return None if found is None or mask is None or found[0] is not mask else found[1]
+    """The embeddings that were pooled from a batch under its mask; None if the batch came from elsewhere, or was changed."""
+    found: tuple[Tensor | None, Tensor, list[int]] | None = _pooled.get(padded)
+    if found is None or mask is None or found[0] is not mask or found[2] != [*map(_version, (padded, mask))]:
+        return None
+    return found[1]
 
 
 class Pooling:

@@ -49,6 +49,8 @@ class Sentences:
         if len(parts) != 2 + len(self.rest) or any(x is not y for x, y in zip(parts, [*self._watched, *self.rest], strict=True)):
             return True
         base = self.served.model
+        if self._watched[0].model is not base or "forward" in self._watched[0].__dict__:
+            return True
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in (*self._watched, base))
         replaced = getattr(base.__dict__.get("forward"), "served", None) is not self.served
         return hooked or replaced or self.served.pooling is None or self.served.pooling.pooling_mode != self.served.mode

@@ -51,7 +51,9 @@ class Served(Encoder):
         if fuse:
             self.attention = attention.OPAQUE
         self.family = families.FAMILIES[model.config.model_type]
-        self.padding = int(model.config.pad_token_id or 0)
+        # positions are counted by the embeddings' own number, which a later change of the config does not reach
+        counted_by = getattr(getattr(model, "embeddings", None), "padding_idx", None)
+        self.padding = int(model.config.pad_token_id or 0) if counted_by is None else int(counted_by)
         self.has_head = has_head
         self.unfit = ""  # why nothing is packed
         self.output_type: Any = None
@@ -168,6 +170,8 @@ class Served(Encoder):
             reason = "the config asks for attentions or hidden states"
         elif config._attn_implementation != self.attention:
             reason = f"its attention is {config._attn_implementation!r} now"
+        elif self.state.recomputes:
+            reason = "gradient checkpointing computes layers again in backward, where no sequence has its borders"
         longest = getattr(config, "max_position_embeddings", None)
         reads_first = not self.family.causal and (self.has_head or pooler is not None)
         return Facts(reason, longest, reads_first, getattr(config, "return_dict", True), families.pooler_of(self.model))
@@ -320,15 +324,8 @@ class Served(Encoder):
         model = self.model
         if "use_cache" in self.signature.parameters:
             arguments["use_cache"] = False  # type: ignore[assignment]
-        pooler, has_pooler = getattr(model, "pooler", None), hasattr(model, "pooler")
-        if has_pooler:
-            model.pooler = None  # it would read the first token of the row
-        try:
-            with attention.packed(borders):
-                found = self.stock(**arguments, return_dict=True)
-        finally:
-            if has_pooler:
-                model.pooler = pooler
+        with attention.packed(borders), families.without_pooler(model, self.stock) as stock:
+            found = stock(**arguments, return_dict=True)
         expected = families.layers_of(model.config)
         if borders.layers != expected:
             raise Unfit(f"{type(model).__name__} called its attention {borders.layers} times for {expected} layers")

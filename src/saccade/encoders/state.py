@@ -20,6 +20,8 @@ _SIMPLE = frozenset((nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv2d, nn.GELU, 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 # hooks that every module of the process calls
 _GLOBAL_HOOKS = [getattr(modules, f"_global_{name}_hooks") for name in ("forward", "forward_pre", "backward", "backward_pre")]
+# what products of float32 are computed in; the public names of the same take seven times as long to read
+_precision, _PRECISIONS = torch._C._get_fp32_precision_getter, (("cuda", "matmul"), ("cuda", "conv"), ("generic", "all"))  # type: ignore[attr-defined]
 _MOST = 64  # states that are remembered; only a model that is changed again and again reaches it
 
 
@@ -43,12 +45,14 @@ class State:
         self.tensors: list[Tensor] = []
         self.parameters: list[Tensor] = []  # those that want a gradient, tied ones once
         self.watched = ""  # what a replay would pass by, in words; empty if there is nothing
+        self.recomputes = False  # whether backward calls layers again
         self.changes = 0
         self._parts: list[int] = []
         self._quick: tuple[bytes, list[Any]] | None = None
         self._places: Any = None  # of the tensors, as C++ knows them
         self._held: list[Any] = []  # the objects whose addresses `_quick` holds: no other object gets such an address
         self._last: list[Any] = []
+        self._ties: list[int] = []  # by tensor: the first place of the same one
         self._number = self._count = 0
         self._known: dict[tuple, int] = {}
         self._others: set[str] = set()
@@ -71,15 +75,18 @@ class State:
         self._adapters = [m for m in self._modules if hasattr(m, "_disable_adapters")]  # of peft
         # FSDP puts whole parameters in the place of its shards for the time of a call, and frees them before backward
         self._gathered = any("_is_fsdp_managed_module" in own for own in self._owns)
+        # torch's own wrapper of a layer, which accelerate puts there with FSDP
+        self._wrapped = any(type(m).__name__ == "CheckpointWrapper" for m in self._modules)
         self._checkpointed = [m for m in self._modules if hasattr(m, "gradient_checkpointing")]
         self._marks = [
             *[(m.__dict__, "p") for m in self._modules if isinstance(m, nn.Dropout)],
             *[(m.__dict__, "drop_prob") for m in paths],
             *[(m.__dict__, "gradient_checkpointing") for m in self._checkpointed],
         ]
+        self._forwards = [(m.__dict__, "forward") for m in self._modules if m is not self.model]
         own = self.model.__dict__
         # the graphs of a state do not depend on these, but the calls that are captured do
-        self._choices = [(own, "config"), (own, "grad_checkpointing")]
+        self._choices = [(own, "config"), (own, "grad_checkpointing"), *self._forwards]
 
     def read(self) -> int:
         """The number of the state as it is now."""
@@ -124,6 +131,7 @@ class State:
         return [
             autocast_of(self._kind),
             torch.are_deterministic_algorithms_enabled(),
+            *[_precision(*x) for x in _PRECISIONS],
             self.model.training,
             *([_switches(m) for m in self._adapters] if self._adapters else ()),
         ]
@@ -136,9 +144,13 @@ class State:
             values = [*chain.from_iterable(map(_values, self._dicts))]
             self._parts = [*map(id, values)]
             self.tensors = [x for x in values if isinstance(x, Tensor)]
+            # other parameters may lie at the same addresses, and tied ones be apart
+            self._last, first = [], dict[int, int]()
+            self._ties = [first.setdefault(id(x), i) for i, x in enumerate(self.tensors)]
             # DTensors and quantised weights: what an operation of theirs launches is theirs to know
             self._others = {type(x).__name__ for x in self.tensors if type(x) not in _PLAIN}
         self._kind = self.tensors[0].device.type
+        self.recomputes = self._wrapped or any(m.gradient_checkpointing and m.training for m in self._checkpointed)
         self.watched = self._watched()
         plain = [] if self._others else self.tensors
         found = [
@@ -147,6 +159,7 @@ class State:
             [*map(_numel, plain)],
             [*map(_stride, plain)],
             [*map(_requires_grad, self.tensors)],
+            self._ties,
             [own.get("training") for own in self._owns],
             [own.get(name) for own, name in self._marks],
             self._numbers(),
@@ -167,7 +180,9 @@ class State:
             return "FSDP gathers its parameters for each call, and frees memory that a replay would read"
         if any(self._hooks):
             return "a module inside of it has a hook, which a replay would not call"
-        if any(m.gradient_checkpointing and m.training for m in self._checkpointed):
+        if any("forward" in own for own, _ in self._forwards):
+            return "a module inside of it has a forward of its own, which a replay would not call"
+        if self.recomputes:
             return "gradient checkpointing computes layers again in backward"
         return ""
 
