@@ -150,3 +150,19 @@ def test_review_positions_beyond_the_bound_of_a_model():
         got, want = (m(ids, mask, position_ids=positions)[0][mask.bool()].float() for m in (ours, theirs))
     assert one.last.startswith("captured: ")
     assert (got - want).norm() <= 0.03 * want.norm()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_review_replicas_of_data_parallel():
+    """Each runs its own parameters on its own GPU."""
+    ours, theirs = (x.to("cuda:0", torch.float32).eval() for x in made("bert"))
+    saccade.optimize(ours, fuse=False)
+    ids, mask = (x.cuda() for x in padded((5, 9, 3, 30)))
+    found = nn.DataParallel(ours, [0, 1])(input_ids=ids, attention_mask=mask)[0]
+    wanted = theirs(input_ids=ids, attention_mask=mask)[0]
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-4, atol=1e-4)
+    found[mask.bool()].square().sum().backward()
+    wanted[mask.bool()].square().sum().backward()
+    for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if y.grad is not None:
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-3, atol=1e-3)

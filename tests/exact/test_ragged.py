@@ -443,3 +443,19 @@ def test_the_launcher_asks_what_explain_describes(dense, causal):
         problem = describe_varlen(x, x, x, ends, ends, 300, 300, 0.1, int(causal), None, False, None, False, True, False)
         described = choice.kind_of_packed(problem)
     assert described == choice.kind_of(args)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 0, 1), (1, 0, 2)], ids=["transposed", "heads-last", "queries-first"])
+def test_a_bias_of_another_layout_has_its_gradient_where_it_lies(order):
+    """Beyond a tile, as relative positions give one with heads last."""
+    lengths = [7, 17, 40]
+    ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    q, k, v, dout = (torch.randn(sum(lengths), 2, 64, device=DEVICE) for _ in range(4))
+    bias = (
+        torch.randn([(2, 40, 40)[i] for i in order], device=DEVICE).permute([order.index(i) for i in range(3)]).requires_grad_()
+    )
+    got, want = (
+        torch.autograd.grad(saccade.attention_varlen(q, k, v, ends, ends, 40, 40, attn_bias=bias, backend=name), bias, dout)[0]
+        for name in ("ragged", "reference")
+    )
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from saccade.encoders import attention, families, images, padded, pooling, sentences, strings
+from saccade.encoders import attention, families, images, own, padded, pooling, sentences, strings
 from saccade.encoders.capacity import ROWS, capacities, rows_up_to
 from saccade.encoders.captured import CapturedFunction
 from saccade.encoders.images import Batched
+from saccade.encoders.own import Own
 from saccade.encoders.served import Served
 from saccade.encoders.strings import Strings
 from saccade.engine.arguments import check_flag
@@ -21,19 +20,15 @@ from saccade.errors import InvalidArgument, SaccadeError
 from saccade.hardware import has_package
 
 
-class _Forward:
-    """The `forward` of a model that is served. A copy of the model gets its own class's forward: it must not run the weights of the original."""
+class _Forward(Own):
+    """The `forward` of a model that is served."""
 
     def __init__(self, served: Served | Batched):
-        self.served, self.__signature__ = served, inspect.signature(served.stock)
-        self.__doc__, self.__name__ = served.stock.__doc__, "forward"
+        super().__init__(served.model)
+        self.served = served
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.served(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(self.served.model))
-        return MethodType(type(copy).forward, copy) if copy is not None else self.served.stock
 
     def __reduce__(self) -> Any:
         return _own_forward, (self.served.model,)
@@ -61,7 +56,7 @@ class Optimized:
         for one in served:
             if one.attention:
                 one.model.set_attn_implementation(one.attention)
-            one.model.forward = _Forward(one)
+            _Forward(one).put()
 
     def __enter__(self) -> Optimized:
         return self
@@ -78,10 +73,8 @@ class Optimized:
         """Make every model what it was, and free all graphs. Safe to call again."""
         for one, (implementation, forward) in zip(self.served, self._before, strict=True):
             model = one.model
-            if isinstance(model.__dict__.get("forward"), _Forward):
-                del model.forward
-                if forward is not None:  # somebody else's, as accelerate puts one there
-                    model.forward = forward
+            if own.remove(model) and forward is not None:  # somebody else's, as accelerate puts one there
+                model.forward = forward
             if one.attention and _implementation(one) == one.attention:  # else the user has chosen another since
                 model.set_attn_implementation(implementation)
             if isinstance(one, Served):

@@ -6,12 +6,14 @@ Its own Pooling reads `[B, T, E]` in eight operations, padding included. Here on
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from saccade.encoders import own
+from saccade.encoders.own import Own
 
 Pool = Callable[[Tensor, Tensor], Tensor]  # rows `[tokens, E]` and ends `[sequences + 1]` -> embeddings `[sequences, E]`
 
@@ -102,11 +104,11 @@ def _kept(padded: Tensor, mask: Tensor | None) -> Tensor | None:
     return found[1]
 
 
-class Pooling:
+class Pooling(Own):
     """The forward of a Pooling module: what the graph has pooled, if the features are what the encoder put out; else the module's own."""
 
     def __init__(self, module: Any):
-        self.module, self.stock = module, module.forward
+        super().__init__(module)
         self.mode = module.pooling_mode
 
     def __call__(self, features: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -126,13 +128,6 @@ class Pooling:
         changed = self.module.pooling_mode != self.mode or ("prompt_length" in features and not self.module.include_prompt)
         return changed or not features.keys().isdisjoint(("cls_token_embeddings", "token_weights_sum", "cu_seq_lens_q"))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(self.module))
-        return MethodType(type(copy).forward, copy) if copy is not None else self.stock
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.module, "forward")
-
 
 def attach(model: nn.Module, served: Any) -> None:
     """Let the Pooling of a `SentenceTransformer` take what graphs pool, if it has one of a known mode behind the encoder."""
@@ -143,11 +138,11 @@ def attach(model: nn.Module, served: Any) -> None:
     mode = getattr(module, "pooling_mode", None)
     if isinstance(mode, str) and mode in POOLS and "forward" not in module.__dict__:
         served.pool, served.pooling, served.mode = POOLS[mode], module, mode
-        module.forward = Pooling(module)
+        Pooling(module).put()
 
 
 def detach(served: Any) -> None:
     """Leave the Pooling as it was."""
-    if served.pooling is not None and isinstance(served.pooling.__dict__.get("forward"), Pooling):
-        del served.pooling.forward
+    if served.pooling is not None:
+        own.remove(served.pooling)
     served.pool = served.pooling = None

@@ -6,22 +6,23 @@ of the time of 8 sentences on one host (MiniLM: 0.72 ms, of which the kernels 0.
 
 from __future__ import annotations
 
-import inspect
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from saccade.encoders import own
+from saccade.encoders.own import Own
+
 _KNOWN = frozenset(("input_ids", "attention_mask", "token_type_ids", "position_ids", "modality"))
 
 
-class Sentences:
+class Sentences(Own):
     """The forward of a model whose first two modules are an encoder that is served and its Pooling."""
 
     def __init__(self, model: Any, served: Any):
-        self.model, self.served, self.stock = model, served, model.forward
-        self.__signature__, self.__doc__, self.__name__ = inspect.signature(self.stock), self.stock.__doc__, "forward"
+        super().__init__(model)
+        self.model, self.served = model, served
         first, pooling, *self.rest = model.children()
         self._watched = [first, pooling]
 
@@ -55,13 +56,6 @@ class Sentences:
         replaced = getattr(base.__dict__.get("forward"), "served", None) is not self.served
         return hooked or replaced or self.served.pooling is None or self.served.pooling.pooling_mode != self.served.mode
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(self.model))
-        return MethodType(type(copy).forward, copy) if copy is not None else self.stock
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.model, "forward")
-
 
 def attach(model: nn.Module, served: Any) -> None:
     """Replace the forward of a `SentenceTransformer` whose embeddings graphs pool, if nobody else has."""
@@ -75,12 +69,11 @@ def attach(model: nn.Module, served: Any) -> None:
     names = method.get("method", "forward"), method.get("method_output_name", "last_hidden_state")
     if plain and names in (("forward", "last_hidden_state"), ("forward", ("last_hidden_state",))):
         served.sentences = model
-        model.forward = Sentences(model, served)  # type: ignore[method-assign]
+        Sentences(model, served).put()
 
 
 def detach(served: Any) -> None:
     """Leave the model its own forward."""
-    model = served.sentences
-    if model is not None and isinstance(model.__dict__.get("forward"), Sentences):
-        del model.forward
+    if served.sentences is not None:
+        own.remove(served.sentences)
     served.sentences = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade.encoders import covered, pipeline, tokens
+from saccade.encoders import covered, own, pipeline, tokens
+from saccade.encoders.own import Own
 from saccade.encoders.pipeline import Bound, Results
 from saccade.encoders.pooling import pool_of
 from saccade.encoders.served import Unfit
@@ -27,13 +27,12 @@ class _Stock(RuntimeError):
     """The call is stock's after all."""
 
 
-class Method:
-    """A method of a model that takes strings. A copy of the model gets that of its own class."""
+class Method(Own):
+    """A method of a model that takes strings."""
 
     def __init__(self, strings: Strings, name: str):
-        self.strings, self.name, self.stock = strings, name, getattr(strings.model, name)
-        self.__doc__, self.__name__ = self.stock.__doc__, name
-        signature = inspect.signature(self.stock)
+        super().__init__(strings.model, name)
+        self.strings, signature = strings, self.__signature__
         parameters = [x.replace(default=None) if x.name == "batch_size" else x for x in signature.parameters.values()]
         self.__signature__ = signature.replace(parameters=parameters)
 
@@ -51,13 +50,6 @@ class Method:
             return self.strings(self.stock, options | options.pop("kwargs", {}))
         given.arguments.setdefault("batch_size", None)
         return self.stock(*given.args, **given.kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(self.strings.model))
-        return MethodType(getattr(type(copy), self.name), copy) if copy is not None else self.stock
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.strings.model, self.name)
 
 
 class _Ids(list[Any]):
@@ -77,13 +69,12 @@ class Strings:
         self.known = set(inspect.signature(getattr(type(model), _NAMES[self.kind][0])).parameters)
         for name in _NAMES[self.kind]:
             if name not in vars(model) and hasattr(model, name):
-                setattr(model, name, Method(self, name))
+                Method(self, name).put()
 
     def detach(self) -> None:
         """Leave the model its own methods."""
         for name in _NAMES[self.kind]:
-            if isinstance(vars(self.model).get(name), Method):
-                delattr(self.model, name)
+            own.remove(self.model, name)
         self.tokens = None
 
     def explain(self) -> str:

@@ -199,9 +199,9 @@ def _backward_sm90(
 
 
 def _empty_dbias(bias: Tensor) -> Tensor:
-    """Zeros in float32: like a bias `[H, max_q, max_k]` of packed sequences; of one of dense rows in as many rows and heads as it differs in."""
+    """Zeros in float32, dense: of a bias `[H, max_q, max_k]` of packed sequences in its shape; of one of dense rows in as many rows and heads as it differs in."""
     if bias.dim() == 3:
-        return torch.zeros_like(bias, dtype=torch.float32)
+        return torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
     shape = [1 if stride == 0 else size for size, stride in zip(bias.shape[:2], bias.stride()[:2], strict=True)]
     return torch.zeros((*shape, *bias.shape[2:]), dtype=torch.float32, device=bias.device)
 
