@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -129,6 +130,7 @@ def test_review_a_thread_finds_the_whole_model(served):
         while not done.is_set():
             if ours.pooler is None:
                 missing.append(True)
+            time.sleep(1e-4)  # or each step of a capture waits for this thread's turn to end
 
     thread = threading.Thread(target=look)
     thread.start()
