@@ -209,6 +209,16 @@ def test_lists_in_a_graph_of_the_compiler_are_not_kept(monkeypatch):
     assert ragged_plan.plan_of(ends, ends) is not first
 
 
+def test_the_list_of_every_sequence_is_not_made_in_a_graph_of_the_compiler(monkeypatch):
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(ragged_plan, "_NUMBERS", {})
+    with monkeypatch.context() as inside:
+        inside.setattr(ragged_plan, "in_compilers_graph", lambda device: True)
+        assert ragged_plan.every_sequence(ends, 2) is None
+        assert not ragged_plan._NUMBERS
+    assert ragged_plan.every_sequence(ends, 2) is not None
+
+
 def test_lists_of_empty_sequences_are_empty():
     ends = torch.full((3001,), 7, dtype=torch.int32, device=DEVICE)
     ends[:1500] = 0  # one sequence of seven tokens

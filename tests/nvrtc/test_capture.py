@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import SimpleNamespace
 
@@ -13,17 +14,18 @@ from saccade.nvrtc.capture import in_compilers_graph
 CUDA = torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize("state", ["in_recording", "in_warmup", "", None])
-def test_a_graph_of_the_compiler(state, monkeypatch):
-    manager = None if state is None else SimpleNamespace(**{name: name == state for name in ("in_recording", "in_warmup")})
+@pytest.mark.parametrize(("manager", "expected"), [("its stream", True), ("another", False), (None, False)])
+def test_a_graph_of_the_compiler(manager, expected, monkeypatch):
+    """It records, and warms up, on a stream of its own."""
     asked = []
 
     def get_manager(device_index, create_if_none_exists):
         asked.append((device_index, create_if_none_exists))
-        return manager
+        return manager and SimpleNamespace(stream=manager)
 
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=get_manager))
-    assert in_compilers_graph(CUDA) == bool(state)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "its stream")
+    assert in_compilers_graph(CUDA) == expected
     assert asked == [(1, False)]
     assert not in_compilers_graph(torch.device("cpu"))
 
@@ -39,5 +41,8 @@ def test_a_thread_that_the_compiler_does_not_know(monkeypatch):
 def test_torch_has_what_is_asked():
     trees = pytest.importorskip("torch._inductor.cudagraph_trees")
     assert trees.get_manager(0, create_if_none_exists=False) is None
-    assert isinstance(trees.CUDAGraphTreeManager.in_recording, property)
-    assert isinstance(trees.CUDAGraphTreeManager.in_warmup, property)
+    made, warm_up = (inspect.getsource(x) for x in (trees.CUDAGraphTreeManager.__init__, trees._use_cuda_memory_pool_manager))
+    record = inspect.getsource(trees.CUDAGraphNode._record)
+    assert "self.stream = torch.cuda.Stream()" in made
+    assert "torch.cuda.stream(stream)" in warm_up
+    assert "stream=self.stream" in record

@@ -49,7 +49,8 @@ def in_compilers_graph(device: torch.device) -> bool:
         manager = trees.get_manager(device.index or 0, create_if_none_exists=False)
     except AssertionError:  # a thread that torch's compiler knows nothing of
         return False
-    return manager is not None and (manager.in_recording or manager.in_warmup)
+    # both run on its own stream; its states change only behind a record, in torch 2.11 to 2.13
+    return manager is not None and torch.cuda.current_stream(device) == manager.stream
 
 
 @functools.cache

@@ -155,7 +155,8 @@ def every_sequence(offsets: Tensor, sequences: int) -> tuple[Tensor, Tensor] | N
         return None
     found = _NUMBERS.get(offsets.device)
     if found is None:
-        if not values_known(offsets):  # a captured graph would keep the memory for itself
+        # a captured graph would keep the memory for itself
+        if not values_known(offsets) or in_compilers_graph(offsets.device):
             return None
         with torch.inference_mode(False):
             numbers = torch.arange(MOST_AT_ONCE + 1, dtype=torch.int32, device="cpu")
