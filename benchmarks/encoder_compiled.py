@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo
 from encoder_captured import Padded
 from steps import NOT_RUN, first_line
 from torch import Tensor
@@ -62,14 +63,24 @@ def fastest(
 
 
 def _warm(embed: Embed, batches: Sequence[Padded], wait: Callable[[], object], limit: float) -> float | None:
-    """Seconds of two passes over all batches, in which each shape is compiled, or recorded; None beyond the limit."""
-    began = time.monotonic()
+    """Seconds of two passes over all batches, in which each shape is compiled, or recorded; None beyond the limit.
+
+    Raises:
+        RuntimeError: nothing was compiled.
+    """
+    began, before = time.monotonic(), _compiled_frames()
     for batch in [*batches, *batches]:
         embed(batch)
         if time.monotonic() - began > limit:
             return None
     wait()
+    if _compiled_frames() == before:
+        raise RuntimeError("torch.compile found nothing to compile")
     return time.monotonic() - began
+
+
+def _compiled_frames() -> int:
+    return int(torch._dynamo.utils.counters["frames"]["ok"])
 
 
 def _pass(embed: Embed, batches: Sequence[Padded], wait: Callable[[], object]) -> float:

@@ -272,9 +272,10 @@ def _forward_calls(
 
 
 def _compiled(case: Case, options: dict[str, Any]) -> Callable[[Padded], Tensor]:
-    """Stock with a compiled encoder."""
+    """Stock with a compiled encoder. `nn.Module.compile` would do nothing: sentence-transformers calls the encoder's forward by its name."""
     model = case.model()
-    model[0].auto_model.compile(**options)
+    encoder = model[0].auto_model
+    encoder.forward = torch.compile(encoder.forward, **options)
     return lambda batch: model(_there(batch))["sentence_embedding"]
 
 

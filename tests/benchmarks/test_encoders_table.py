@@ -131,11 +131,14 @@ def test_another_embedding_ends_the_table(table, tmp_path, monkeypatch):
         table.run(_writer(tmp_path), 1)
 
 
-def _embed_in(seconds):
+def _embed_in(seconds, compiles=True):
     import time
+
+    import torch._dynamo.utils as dynamo
 
     def embed(batch):
         time.sleep(seconds)
+        dynamo.counters["frames"]["ok"] += compiles
         return batch["input_ids"]
 
     return embed
@@ -156,6 +159,13 @@ def test_the_fastest_way_of_compiling_is_taken(load):
     assert torch.equal(found.embed(batches[0]), torch.arange(3))
 
 
+def test_a_way_that_compiles_nothing_is_no_way(load):
+    module, batches = load("encoder_compiled"), [{"input_ids": torch.arange(3)}]
+    found = module.fastest(lambda options: _embed_in(0, compiles=False), batches, lambda: None)
+    assert found.embed is None
+    assert found.note.count("found nothing to compile") == len(module.WAYS)
+
+
 def test_without_a_compiler_there_is_no_row(load):
     module = load("encoder_compiled")
 
@@ -165,3 +175,12 @@ def test_without_a_compiler_there_is_no_row(load):
     found = module.fastest(make, [], lambda: None)
     assert found.embed is None
     assert found.note.count("does not run") == len(module.WAYS)
+
+
+def test_the_compiler_gets_the_encoder(table, monkeypatch):
+    """sentence-transformers calls the encoder's forward by its name, where `nn.Module.compile` is not asked."""
+    case = next(case for case in table.CASES if case.direction == "fwd" and not case.passages)
+    embed = table._compiled(case, {"backend": "eager", "dynamic": True})
+    assert table.fastest(lambda options: embed, case.batches(), lambda: None, ["dynamic"]).note.startswith(
+        "dynamic of: dynamic compiled"
+    )
