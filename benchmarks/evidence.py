@@ -316,7 +316,7 @@ def arena() -> list[str]:
 def within_blocks() -> list[str]:
     """N:M inside BigBird's blocks: time over the visible share of the unmasked call's, and gains over FlexAttention with the same blocks; each
     forward, then with backward."""
-    table, shares, over = rows("h100/nm_blocks.csv"), [], []
+    table, shares, over = rows("h200/nm_blocks.csv"), [], []
     for direction in ("fwd", "fwd+bwd"):
         found, share, gain = times(table, direction), [], []
         for (problem, backend), ms in found.items():
@@ -355,7 +355,7 @@ def figures() -> dict[str, list[str]]:
         "h100/nm_figure11.csv": density(),
         "h100/dynamic_mask_length.csv": dynamic(),
         "h200/dynamic_mask_length.csv": authors(),
-        "h100/nm_blocks.csv": within_blocks(),
+        "h200/nm_blocks.csv": within_blocks(),
         "h100/mlm.csv": masked(),
         "h100/mqar.csv": recalls(),
         "h100/needle.csv": passkeys(),
