@@ -21,7 +21,7 @@ class Own:
         self.__signature__, self.__doc__, self.__name__ = inspect.signature(self.stock), self.stock.__doc__, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What is done in its place."""
+        """Run in the place of the class's method."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
