@@ -2,7 +2,8 @@
 
 CUDA sources are compiled as the tests of their family compile them, and the Triton launches of tests/launch/test_compile_targets.py for sm_90, at
 COMMIT and here. A changed file is the same if all builds that reach it have the same instructions, byte for byte. A file of `exact` that shapes launches is
-the same if its backends launch the same for each problem that a table measured at COMMIT (`tools.launches`), and the row names this commit.
+the same if its backends launch the same for each problem that a table measured at COMMIT (`tools.launches`), and the row names this commit. So is a Triton
+file with other kernels, if none of these is among the launches.
 `benchmarks/same_code.csv` gets a line for each, and `benchmarks/stale.py` then counts the file as unchanged.
 """
 
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from itertools import repeat
 from pathlib import Path
 from typing import Annotated, Any
@@ -175,11 +177,23 @@ def same_launches(changed: Iterable[str], before: Path, commit: str) -> dict[str
     backends = {name: of for name in changed for folder, of in _LAUNCHED_BY.items() if name.startswith(folder)}
     found = {}
     for backend in {x for of in backends.values() for x in of}:
-        command = ["-m", "tools.launches", backend, commit]
-        new = _printed(ROOT, command, ROOT)
+        new = _launches(ROOT, backend, commit)
         if new:  # something was measured there
-            found[backend] = new == _printed(before, command, ROOT)
+            found[backend] = new == _launches(before, backend, commit)
     return {name: all(found.get(x, True) for x in of) for name, of in backends.items() if found.keys() & of}
+
+
+@cache
+def _launches(root: Path, backend: str, commit: str) -> dict[str, Any]:
+    """Problem that was measured at a commit -> the launches of a checkout."""
+    return dict(_printed(root, ["-m", "tools.launches", backend, commit], ROOT))
+
+
+def is_launched(name: str, commit: str) -> bool:
+    """Whether a problem that was measured at a commit runs a kernel of a Triton file."""
+    kernels = {x.name for x in ast.parse((ROOT / name).read_text(encoding="utf-8")).body if isinstance(x, ast.FunctionDef)}
+    backends = next(of for folder, of in _LAUNCHED_BY.items() if name.startswith(folder))
+    return any(launch[0] in kernels for x in backends for made in _launches(ROOT, x, commit).values() for launch in made)
 
 
 def _parts(path: Path) -> tuple[list[str], list[str]]:
@@ -198,8 +212,11 @@ def compared(texts: dict[str, str], before: Path, commit: str) -> dict[str, tupl
     triton = [name for name, text in texts.items() if name.endswith(".py") and "@triton.jit" in text]
     found = (same_cuda(cuda, before) if cuda else {}) | (same_triton(triton, before) if triton else {})
     shaped = [name for name in triton if found.get(name) and _parts(before / name)[1] != _parts(ROOT / name)[1]]
-    hosts = [*shaped, *(name for name in texts if Path(name).name in SHAPES and name not in triton)]
+    other = [name for name in triton if found.get(name) is False]
+    hosts = [*shaped, *other, *(name for name in texts if Path(name).name in SHAPES and name not in triton)]
     launched = same_launches(hosts, before, commit)
+    # kernels that changed are of no account where nothing that was measured runs them
+    launched |= {name: launched[name] and not is_launched(name, commit) for name in other if name in launched}
     everywhere = {name: (same and name not in shaped, "") for name, same in found.items()}
     return everywhere | {name: (same, commit) for name, same in launched.items()}
 

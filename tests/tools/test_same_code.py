@@ -134,9 +134,12 @@ def test_files_count_where_their_backend_was_measured(monkeypatch):
 
     monkeypatch.setattr(same_code, "_printed", printed)
     names = ["src/saccade/exact/short/launch.py", "src/saccade/exact/long/launchers.py", "src/saccade/nm_sparse/launch.py"]
+    same_code._launches.cache_clear()
     assert same_code.same_launches(names, "before", "abc") == {names[0]: False, names[1]: True}
     made["ragged"] = {}
+    same_code._launches.cache_clear()
     assert same_code.same_launches(names[1:], "before", "abc") == {}
+    same_code._launches.cache_clear()
 
 
 def test_a_file_with_kernels_may_differ_in_what_it_launches(tmp_path, monkeypatch):
@@ -151,6 +154,18 @@ def test_a_file_with_kernels_may_differ_in_what_it_launches(tmp_path, monkeypatc
         assert same_code.compared({name: text.format(2)}, tmp_path / "before", "abc") == {name: (launched_as_before, "abc")}
     monkeypatch.setattr(same_code, "same_launches", lambda *_: {})
     assert same_code.compared({name: text.format(2)}, tmp_path / "before", "abc") == {name: (False, "")}
+
+
+@pytest.mark.parametrize(("launched", "same"), [("kernel", False), ("of_another_file", True)])
+def test_a_kernel_that_changed_is_of_no_account_where_nothing_runs_it(launched, same, tmp_path, monkeypatch):
+    name, text = "src/saccade/exact/ragged/plan.py", "@triton.jit\ndef kernel(x):\n    return x + {}\n"
+    for root, number in (("before", 1), ("now", 2)):
+        (tmp_path / root / name).parent.mkdir(parents=True)
+        (tmp_path / root / name).write_text(text.format(number))
+    monkeypatch.setattr(same_code, "ROOT", tmp_path / "now")
+    monkeypatch.setattr(same_code, "same_triton", lambda names, _: dict.fromkeys(names, False))
+    monkeypatch.setattr(same_code, "_launches", lambda *_: {"a problem": [[launched, [1, 1, 1]]]})
+    assert same_code.compared({name: text.format(2)}, tmp_path / "before", "abc") == {name: (same, "abc")}
 
 
 def test_new_files_beside_equal_ones_are_unused():
