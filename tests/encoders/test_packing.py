@@ -88,3 +88,17 @@ def test_a_graph_expects_usual_lengths_whatever_a_model_may_take(longest, most, 
 def test_sizes_that_are_made_ahead():
     assert sizes_of(1000, 514) == [(1024, 128), (1024, 512)]
     assert sizes_of(1000, 128) == [(1024, 128)]
+
+
+def test_rotary_positions_have_no_end():
+    """Stock computes them beyond the number that the config names."""
+    from encoders_made import made, padded
+
+    import saccade
+
+    ours, theirs = (x.eval() for x in made("modernbert", max_position_embeddings=16))
+    ids, mask = padded((30, 5))
+    with torch.no_grad(), saccade.optimize(ours) as handle:
+        got, want = (x(input_ids=ids, attention_mask=mask)[0][mask.bool()] for x in (ours, theirs))
+        assert handle.served[0].last.startswith("unpadded")
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

@@ -63,6 +63,14 @@ def grows(config: Any) -> bool:
     return "dynamic" in rope or "longrope" in rope
 
 
+def positions_in_table(model: Any) -> int | None:
+    """The positions that a model has embeddings of; None for one that computes them, whose texts may be longer than its config says."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+            return int(getattr(model.config, "max_position_embeddings", None) or module.num_embeddings)
+    return None
+
+
 def pooler_of(model: Any) -> Callable[[Tensor], Tensor] | None:
     """The function that the model's own forward applies to the padded last layer; None if it applies none."""
     pooler = getattr(model, "pooler", None)

@@ -86,9 +86,9 @@ def packed(batch: Chunk, served: Any) -> Packed:
 
     ids, lengths, _, types = batch
     rows, tokens, longest = len(lengths), len(ids), int(lengths.max())
-    config, padding = served.model.config, served.padding
+    padding = served.padding
     counted = served.family.positions == "counted"
-    most = getattr(config, "max_position_embeddings", None)
+    most = served.facts.longest
     if most is not None and longest > (most - padding - 1 if counted else most):
         last = most - padding - 1 if counted else most
         raise InvalidArgument(f"a text has {longest} tokens; the positions of {type(served.model).__name__} end at {last}")

@@ -172,7 +172,7 @@ class Served(Encoder):
             reason = f"its attention is {config._attn_implementation!r} now"
         elif self.state.recomputes:
             reason = "gradient checkpointing computes layers again in backward, where no sequence has its borders"
-        longest = getattr(config, "max_position_embeddings", None)
+        longest = families.positions_in_table(self.model)
         reads_first = not self.family.causal and (self.has_head or pooler is not None)
         return Facts(reason, longest, reads_first, getattr(config, "return_dict", True), families.pooler_of(self.model))
 
@@ -359,7 +359,7 @@ class Served(Encoder):
     @property
     def most(self) -> int:
         """Tokens that a sequence may have."""
-        return int(self.facts.longest or 2**14)
+        return int(getattr(self.model.config, "max_position_embeddings", None) or 2**14)
 
     def inputs(self, size: Size, device: torch.device) -> Any:
         """The memory of a graph of a size."""
