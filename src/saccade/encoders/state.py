@@ -1,4 +1,7 @@
-"""The state that a graph has seen besides its inputs: everything whose changes a replay would not notice."""
+"""The state that a graph has seen besides its inputs, whose changes a replay would not notice.
+
+Numbers that modules keep in Python, such as the `eps` of a norm, are not among it.
+"""
 
 from __future__ import annotations
 
