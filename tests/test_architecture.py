@@ -87,13 +87,15 @@ ARROWS = {
     "native/": (*BASE, "saccade.native"),
     "testing/": (*BASE, "saccade.testing", "saccade.engine"),
     # above the operations: it exchanges rows and calls the public functions, and knows no kernel. `problem` has the checks of
-    # arguments, which must all be made before ranks begin an exchange; `offers` ranks and copies keys beside the attention
+    # arguments, which must all be made before ranks begin an exchange, and `backends` the names that one of them may be; `offers` ranks and
+    # copies keys beside the attention
     "distributed/": (
         *BASE,
         "saccade.distributed",
         "saccade.engine",
         "saccade.exact.api",
         "saccade.dynamic_mask.api",
+        "saccade.dynamic_mask.backends",
         "saccade.dynamic_mask.offers",
         "saccade.dynamic_mask.problem",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,6 +102,12 @@ def test_every_function_that_names_an_option_refuses_it(name, given):
     for function, tensors in named:
         with pytest.raises(InvalidArgument, match=f"{name} is"):
             function(*tensors, **{name: given})
+
+
+def test_a_limit_may_be_an_integer_of_numpy():
+    q, k, v = torch.randn(3, 2, 10, 4, 8)
+    found = flash_attn.flash_attn_func(q, k, v, window_size=(np.int64(-1), np.int64(2)))
+    assert torch.equal(found, flash_attn.flash_attn_func(q, k, v, window_size=(-1, 2)))
 
 
 @pytest.mark.parametrize("window", [(0, 0), (2, 3), (-1, 1), (4, -1), (50, 50)], ids=str)

@@ -8,6 +8,7 @@ none of ours takes is refused. `torch.use_deterministic_algorithms(True)` holds 
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -259,7 +260,7 @@ def _longest(length: Any) -> Any:
 def _window(window_size: Any) -> Window | None:
     """The window of a call."""
     pair = window_size if isinstance(window_size, (tuple, list)) and len(window_size) == 2 else None
-    ends = None if pair is None else [None if type(end) is int and end == -1 else end for end in pair]
+    ends = None if pair is None else [None if isinstance(end, numbers.Integral) and end == -1 else end for end in pair]
     try:
         return check_window((pair,) if ends is None else ends)
     except InvalidArgument as error:

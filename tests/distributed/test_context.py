@@ -312,6 +312,8 @@ def change_one(call, change, ids):
         call["cu_seqlens"] = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
     elif change == "no number":
         call["sinks"] = -1
+    elif change == "no backend":
+        call["backend"] = "none"
     elif change == "dtype":
         call |= {name: call[name].double() for name in ("query", "key", "value")}
     elif change == "scores":
@@ -363,6 +365,7 @@ def test_ranks_that_disagree_all_raise_and_go_on(two, change):
         ("refused", "head dims of query and key differ"),
         ("nothing", "query is a NoneType"),
         ("no number", "sinks is -1; it must be a whole number of keys, at least 0"),
+        ("no backend", "backend is 'none'; allowed are 'auto', 'gather', 'gather_cpp', 'gather_torch', 'reference'"),
         ("offsets", "cu_seqlens is given; it must be None, as it counts from the start of a sequence"),
     ],
 )

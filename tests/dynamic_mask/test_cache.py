@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import pickle
 import sys
 
 import pytest
@@ -498,3 +500,40 @@ def test_rows_that_are_reset_begin_anew(backend):
     if DEVICE == "cpu":
         with pytest.raises(saccade.InvalidArgument, match="rows range from 2 to 2"):
             cache.reset(torch.tensor([2]))
+
+
+@pytest.mark.parametrize("backend", ["auto", "decode"])
+def test_the_count_of_tokens_is_a_copy(backend):
+    cache, tensors = saccade.DynamicMaskCache(4), narrow(history(3))
+    cache.attend(*tensors, enable_gqa=True, backend=backend)
+    counted = cache.seen
+    cache.reset()
+    assert counted.tolist() == [3, 3]
+    counted.fill_(70)
+    assert cache.seen.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("wrong", [{"backend": "none"}, {"scale": "1"}, {"scores": float("nan")}], ids=str)
+def test_a_call_that_is_refused_says_nothing_of_the_batch(wrong):
+    cache, (query, key, value, scores) = saccade.DynamicMaskCache(4), history(3)
+    with pytest.raises(saccade.InvalidArgument):
+        cache.attend(query, key, value, scores + wrong.pop("scores", 0.0), enable_gqa=True, **wrong)
+    assert cache.seen is None
+    tensors = history(3, batch=3, dim=16)
+    torch.testing.assert_close(cache.attend(*tensors, enable_gqa=True), whole(*tensors, 4))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["deepcopy", "pickle"])
+def test_a_copy_of_a_cache_plans_its_own_launches(copied):
+    """A launch as Triton makes it is a function that cannot be pickled, and a copy needs a workspace of its own."""
+    cache, tensors = saccade.DynamicMaskCache(4), narrow(history(6))
+    pieces = [[x[:, :, i : i + 1] for x in tensors] for i in range(6)]
+    expected = whole(*tensors, 4)
+    for piece in pieces[:3]:
+        cache.attend(*piece, enable_gqa=True, backend="decode")
+    cache._decode.runner = lambda *_: None
+    other = copied(cache)
+    for i in (3, 4, 5):
+        out = other.attend(*pieces[i], enable_gqa=True, backend="decode")
+        torch.testing.assert_close(out, expected[:, :, i : i + 1], **CLOSE)
+    assert cache.seen.tolist() == [3, 3]

@@ -1,6 +1,7 @@
 """Packed sequences stay apart whatever comes beside their borders, and no argument of an integration is dropped."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -99,6 +100,34 @@ def test_positions_of_inference_mode_are_read_anew():
         decoder(**batch)
         batch["position_ids"].copy_(torch.arange(sum(LENGTHS)))
         torch.testing.assert_close(decoder(**batch)[0], decoder(batch["input_ids"])[0], atol=2e-5, rtol=2e-5)
+
+
+def called(positions, batch, layer_idx):
+    """A layer's output, and what it is of the sequences by themselves."""
+    module, inputs = Layer(), [torch.randn(batch, 2, sum(LENGTHS), 8) for _ in range(3)]
+    module.layer_idx = layer_idx
+    found = attention_forward(module, *inputs, None, is_causal=True, position_ids=positions)[0]
+    starts = [*(positions[0] == 0).nonzero().flatten().tolist(), positions.shape[1]]
+    alone = [[x[:, :, a:b] for x in inputs] for a, b in itertools.pairwise(starts)]
+    whole = [nn.functional.scaled_dot_product_attention(*parts, is_causal=True) for parts in alone]
+    return found, torch.cat(whole, 2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("batches", [(3, 1, 2), (1, 3)], ids=str)
+def test_positions_of_one_row_serve_batches_of_any_size(batches):
+    positions = packed(rows())["position_ids"]
+    for batch in batches:
+        torch.testing.assert_close(*called(positions, batch, 0))
+
+
+def test_the_first_layer_with_attention_reads_positions_of_inference_mode_anew():
+    """In hybrid models it is not layer 0."""
+    with torch.inference_mode():
+        positions = packed(rows())["position_ids"]
+        for row in (positions.clone(), torch.arange(sum(LENGTHS)), positions.clone()):
+            positions.copy_(row)
+            for layer in (3, 7):
+                torch.testing.assert_close(*called(positions, 1, layer))
 
 
 def test_an_exported_encoder_keeps_its_borders():

@@ -77,6 +77,16 @@ def test_bad_arguments(change, said):
         triangle_attention(**given)
 
 
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_other_structures_are_not_left_out(name):
+    leaves, mask = inputs(1)
+    given = dict(zip(("q", "k", "v", "bias"), leaves, strict=True)) | {"mask": mask}
+    given[name] = torch.cat((given[name], given[name]))
+    numbers = (1, 2, 1) if name == "k" else (1, 1, 2)
+    with pytest.raises(InvalidArgument, match="q, k and v are of {}, {} and {} structures".format(*numbers)):
+        triangle_attention(**given)
+
+
 def test_auxiliary_results_are_refused():
     leaves, _ = inputs()
     with pytest.raises(UnsupportedProblem, match="return_aux is True"):

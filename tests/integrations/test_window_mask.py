@@ -173,3 +173,23 @@ def test_functions_that_are_windows_alone():
     assert window_mask.window_mask(causal, None, 1, 1, places) is None
     assert window_mask.window_mask(causal, torch.ones(1, 9), 9, 9, places) is None
     assert window_mask.window_mask(causal, None, 9, 9, places | {"kv_offset": 3}) is None
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_mask_has_the_strides_that_it_says(rows):
+    """Views, writes in place and printing rely on them."""
+    window = (2, 1)
+    made = [WindowMask(rows, 5, window, torch.device("cpu")) for _ in range(3)]
+    assert made[0].is_contiguous()
+    expected = made[0].clone()
+    assert torch.equal(made[0].view(-1), expected.view(-1))
+    assert repr(made[1]).startswith("WindowMask(")
+    made[2][0, :, :, 0] = False
+    expected[0, :, :, 0] = False
+    assert torch.equal(made[2].clone(), expected)
+
+
+def test_the_mask_lends_its_memory_through_dlpack():
+    """An unformed mask has none: its address is null."""
+    mask = WindowMask(2, 5, (2, 1), torch.device("cpu"))
+    assert torch.equal(torch.from_dlpack(mask), mask.formed())

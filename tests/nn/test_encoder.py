@@ -198,6 +198,11 @@ def test_compiles_without_a_graph_break(cls_only):
         (lambda: SelfAttention(12, 3)(torch.zeros(2, 12)), r"x has shape \[2, 12\]"),
         (lambda: AttentionPooling(12, 3)(torch.zeros(2, 5, 10)), r"x has shape \[2, 5, 10\]"),
         (lambda: SelfAttention(12, 3, backend="fast")(torch.zeros(2, 5, 12)), "backend is 'fast'"),
+        (
+            lambda: SelfAttention(12, 3)(torch.zeros(2, 5, 12), attn_mask=torch.zeros(9, 5), cls_only=True),
+            r"attn_mask has shape \[9, 5\]; it must broadcast to \[B, H, 5, 5\]",
+        ),
+        (lambda: Encoder(EncoderLayer(12, 3), 2)(torch.zeros(2, 5, 12), cls_only="no"), "cls_only is 'no'"),
     ],
 )
 def test_bad_arguments_are_named(build, sentence):

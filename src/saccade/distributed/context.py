@@ -14,8 +14,9 @@ from saccade.distributed.exchange import Extended, Plan, extend
 from saccade.distributed.groups import group_of
 from saccade.dynamic_mask import api as one_device
 from saccade.dynamic_mask import offers
+from saccade.dynamic_mask.backends import BACKENDS
 from saccade.dynamic_mask.problem import describe_dynamic_mask
-from saccade.engine.arguments import check_count, check_flag, check_keep
+from saccade.engine.arguments import check_choice, check_count, check_flag, check_keep
 from saccade.engine.calls import autocast, gradient_needed, has_values, read_later
 from saccade.engine.sharded import is_dtensor
 from saccade.errors import InvalidArgument
@@ -159,6 +160,7 @@ def dynamic_mask_attention(
         query, key, value = autocast(query, key, value)
         call = _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa, sinks, window)
         options["return_lse"] = check_flag("return_lse", return_lse)
+        check_choice("backend", backend, ("auto", *(known.name for known in BACKENDS)))
     except InvalidArgument:
         refuse(group, rank, ranks, _device_of(query, group))
         raise

@@ -26,6 +26,8 @@ def on_a_cpu(
         # torch accepts values of another length than the keys, and a mask together with is_causal; we do not
         plain = query.is_cpu and dropout_p == 0 and scale is None and key.shape == value.shape
         plain = plain and (attn_mask is None or (not is_causal and _fits(attn_mask, query)))
+        # torch leaves the bias of an empty call without a gradient
+        plain = plain and not (attn_mask is not None and attn_mask.requires_grad and 0 in (query.numel(), key.numel()))
         if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
             return None
         if lengths is not None:

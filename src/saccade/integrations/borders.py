@@ -17,7 +17,7 @@ from saccade.engine.problem import compiled_or_captured
 from saccade.errors import UnsupportedProblem
 from saccade.integrations.packed_mask import PackedMask
 
-# position ids -> their version, and the mask if they restart. Weak: nothing here keeps a tensor of a batch alive
+# position ids -> their version and the rows of the batch; the layer that read them; and the mask if they restart. Weak: nothing here keeps a tensor of a batch alive
 _FOUND: Any = WeakTensorKeyDictionary()
 
 
@@ -64,13 +64,14 @@ def by_positions(module: torch.nn.Module, positions: object, query: Tensor, key:
         or compiled_or_captured(positions)
     ):
         return None
-    # a tensor of inference mode counts no changes, so the first layer reads it anew
     version = None if positions.is_inference() else positions._version
+    layer = getattr(module, "layer_idx", None) or 0
     known = _FOUND.get(positions)
-    if known is not None and known[0] == version and (version is not None or getattr(module, "layer_idx", 0)):
-        return known[1]
+    # a tensor of inference mode counts no changes, so the layer that read it reads it anew: the first one that has attention
+    if known is not None and known[0] == (version, query.shape[0]) and (version is not None or layer > known[1]):
+        return known[2]
     found = _restarts(positions, query.shape[0])
-    _FOUND[positions] = (version, found)
+    _FOUND[positions] = ((version, query.shape[0]), layer, found)
     return found
 
 

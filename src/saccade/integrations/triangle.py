@@ -58,6 +58,10 @@ def triangle_attention(
             f"q, k and v have {rank}, {k.dim()} and {v.dim()} dims; all must have five, [B, N, H, Q, D], or four"
         )
     structures, rows, heads, q_len, _ = q.shape
+    if not structures == k.shape[0] == v.shape[0]:
+        raise InvalidArgument(
+            f"q, k and v are of {structures}, {k.shape[0]} and {v.shape[0]} structures; all must have as many, [B, N, H, T, D]"
+        )
     kv_len = k.shape[3]
     _check_shape("bias", bias, (structures, 1, heads, q_len, kv_len), rank)
     if mask is not None:

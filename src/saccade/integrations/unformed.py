@@ -42,6 +42,10 @@ class UnformedMask(Tensor):
         """A mask with copies of the same numbers."""
         raise NotImplementedError
 
+    def __dlpack__(self, **options: Any) -> Any:
+        # torch would hand out the address of its memory, which is null
+        return self.formed().__dlpack__(**options)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         made = self._again(memo)
         # what somebody computed with it may have changed it

@@ -31,7 +31,8 @@ class WindowMask(UnformedMask):
 
     def _form(self) -> Tensor:
         places = torch.arange(self.shape[2], device=self.device)
-        return in_window(places[:, None], places, *ends_of(self.window)).expand(*self.shape)
+        seen = in_window(places[:, None], places, *ends_of(self.window)).expand(*self.shape)
+        return seen.contiguous()  # as the strides of the mask say, which `view` and writes in place rely on
 
     def _again(self, memo: dict[int, Any]) -> WindowMask:
         return WindowMask(self.shape[0], self.shape[2], self.window, self.device)

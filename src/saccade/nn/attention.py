@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from saccade.engine.arguments import check_flag, check_probability
 from saccade.engine.kinds import check_kinds
+from saccade.errors import InvalidArgument
 from saccade.exact.api import attention, attention_qkvpacked
 from saccade.nn.checks import check_backend, check_heads, check_made, check_tokens, only
 from saccade.nn.module import Module
@@ -92,8 +93,9 @@ class SelfAttention(Module):
         if check_flag("cls_only", cls_only):
             check_kinds(attn_mask=attn_mask)
             query, key, value = self._project_cls(x)
-            row = attn_mask if not isinstance(attn_mask, Tensor) or attn_mask.dim() < 2 else attn_mask[..., :1, :]
-            heads = attention(query, key, value, row, dropout_p, is_causal, lengths=lengths, backend=self.backend)
+            heads = attention(
+                query, key, value, _first_row(attn_mask, x.shape[1]), dropout_p, is_causal, lengths=lengths, backend=self.backend
+            )
             tokens = only(heads).transpose(1, 2)
         else:
             qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
@@ -168,6 +170,15 @@ class AttentionPooling(Module):
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout:g}, backend={self.backend!r}"
+
+
+def _first_row(mask: Tensor | None, tokens: int) -> Tensor | None:
+    """The part of a mask for token 0."""
+    if not isinstance(mask, Tensor) or mask.dim() < 2:
+        return mask
+    if mask.shape[-2] not in (1, tokens):
+        raise InvalidArgument(f"attn_mask has shape {list(mask.shape)}; it must broadcast to [B, H, {tokens}, {tokens}]")
+    return mask[..., :1, :]
 
 
 def _split_key_value(packed: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -150,7 +150,7 @@ class Encoder(Module):
         Returns:
             `[B, S, E]`, or `[B, 1, E]` with `cls_only`.
         """
-        last = len(self.layers) - 1
+        cls_only, last = check_flag("cls_only", cls_only), len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             x = layer(x, lengths, attn_mask=attn_mask, is_causal=is_causal, cls_only=cls_only and i == last)
         return x if self.norm is None else self.norm(x)

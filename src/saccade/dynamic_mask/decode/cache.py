@@ -59,6 +59,10 @@ class DynamicMaskCache:
         # entries and new tokens of a call that was not committed, and the index of the first new one
         self._waiting: tuple[Entries, int] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a planned call has a launch of Triton, which cannot be pickled; a copy plans its own, with a workspace of its own
+        return {**vars(self), "_signature": None, "_decode": None}
+
     def __repr__(self) -> str:
         seen = "empty" if self.seen is None else f"seen={self.seen.tolist()}"
         always = "".join(f"{name}={n}, " for name, n in (("sinks", self.sinks), ("window", self.window)) if n)
@@ -72,7 +76,8 @@ class DynamicMaskCache:
     @property
     def seen(self) -> Tensor | None:
         """The number of tokens so far, int64 `[B]`, as a copy; None before the first call."""
-        return self._counted if self._places is None else self._places.seen[:, 0].clone()
+        counted = self._counted if self._places is None else self._places.seen[:, 0]
+        return None if counted is None else counted.clone()
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +161,8 @@ class DynamicMaskCache:
             add_scores=add_scores, scale=scale, enable_gqa=enable_gqa, backend=backend,
         )  # fmt: skip
         assert isinstance(out, Tensor)
+        if not self._tensors():  # not before: a refused call would have said which batch the cache holds
+            self._entries, self._counted = _none_of(key, value)
         if commit:
             self._take_in(every, first)
         else:
@@ -343,11 +350,7 @@ class DynamicMaskCache:
         if self._places is not None:
             held = Entries(*self._places[:4])
             return held.taken(torch.argsort(held.position, dim=-1, stable=True))
-        if self._entries is None:
-            position = torch.empty((*key.shape[:2], 0), dtype=torch.int32, device=key.device)
-            self._entries = Entries(key.detach()[:, :, :0], value.detach()[:, :, :0], position.float(), position)
-            self._counted = torch.zeros(len(key), dtype=torch.int64, device=key.device)
-        return self._entries
+        return _none_of(key, value)[0] if self._entries is None else self._entries
 
     def _joined(self, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> tuple[Entries, int]:
         """The entries with those of the new tokens behind them, and the index at which these begin."""
@@ -358,8 +361,7 @@ class DynamicMaskCache:
 
     def _new_entries(self, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> Entries:
         batch, heads, count = key_scores.shape
-        seen = self.seen
-        assert seen is not None
+        seen = _none_of(key, value)[1] if self.seen is None else self.seen
         along = torch.arange(count, device=key.device)
         position = (seen[:, None] + along).to(torch.int32).expand(batch, count)
         if lengths is not None:
@@ -380,6 +382,13 @@ class DynamicMaskCache:
             # in place, because a captured graph refers to this memory, which has room for at least as many
             x[:, :, : entries.shape[2]] = entries
         self._places.seen.add_(new[:, None])
+
+
+def _none_of(key: Tensor, value: Tensor) -> tuple[Entries, Tensor]:
+    """No entries of such tokens, and how many each batch row has seen."""
+    position = torch.empty((*key.shape[:2], 0), dtype=torch.int32, device=key.device)
+    counted = torch.zeros(len(key), dtype=torch.int64, device=key.device)
+    return Entries(key.detach()[:, :, :0], value.detach()[:, :, :0], position.float(), position), counted
 
 
 def _metadata(tensor: Tensor) -> tuple:
