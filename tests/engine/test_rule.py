@@ -161,12 +161,12 @@ def test_explain_names_rule_and_rows_of_the_chosen_and_of_the_others():
     text = explain((SHORT,), problem)
     row = "attention(B=1024 H=12 Tq=50 Tk=50 D=64 bf16 grad sm_90)"
     assert "the nearest measured call took 0." in text
-    assert f"by torch's function (benchmarks/results/h100/short_sizes.csv at {row})" in text
+    assert f"by torch's function (benchmarks/results/h200/short_sizes.csv at {row})" in text
     assert text.count("\n") == 1
     declined = replace(problem, batch_shape=(8,), host_counts=True)
     text = explain(BACKENDS, declined)
     assert "96 problems is host time" in text
-    assert "(benchmarks/results/h100/short_overhead.csv at Tq=32 Tk=32 D=64 B*H=8)" in text
+    assert "(benchmarks/results/h200/short_overhead.csv at Tq=32 Tk=32 D=64 B*H=8)" in text
     assert "no kernel that can run was measured faster" in text
     (only,) = verdicts((SHORT,), declined)
     assert only.reasons[-1].startswith("the first that can, as none is preferred: the time of a call")

@@ -97,7 +97,7 @@ def _rule(problem: Problem) -> Rule:
     shortest, longest = sorted((problem.q_len, problem.kv_len))
     if shortest < SHORTEST or longest > LONGEST or shortest <= SHORT_TOKENS < longest:
         range_of = f"{SHORTEST} to {SHORT_TOKENS}, or {SHORT_TOKENS + 1} to {LONGEST}, queries and keys"
-        ends = table("short_long", square(160, 64, 13_104), square(LONGEST, 64, 3632))
+        ends = table("short_long", square(160, 64, 13_104), square(LONGEST, 64, 3632), card="h200")
         return Rule(f"was measured with {range_of}, got {problem.q_len} and {problem.kv_len}", ends)
     return host_time(problem) or measured.rule(problem, "long") or unmeasured_rule(problem)
 
@@ -163,15 +163,15 @@ def _gains(problem: Problem, longest: int) -> Source:
     if longest <= SHORT_TOKENS or _features(problem):
         return _NOTES
     if problem.head_dim > 64:
-        return table("short_long", square(160, 128, 6552), square(197, 128, 5320))
+        return table("short_long", square(160, 128, 6552), square(197, 128, 5320), card="h200")
     if problem.lengths:
-        return table("short_long", square(512, 64, 3072, "lengths"))
+        return table("short_long", square(512, 64, 3072, "lengths"), card="h200")
     if problem.is_causal:
         # forward alone of 256 is 0.92 of torch's speed
         lengths = ((256, 8192), (512, 4096)) if problem.needs_grad else ((512, 4096),)
-        return table("short_long", *(square(s, 64, n, "causal") for s, n in lengths))
+        return table("short_long", *(square(s, 64, n, "causal") for s, n in lengths), card="h200")
     rows = ((197, 21_288), (577, 7264)) if problem.head_dim <= 32 else ((197, 10_640), (577, 3632))
-    return table("short_long", *(square(s, 32 if problem.head_dim <= 32 else 64, n) for s, n in rows))
+    return table("short_long", *(square(s, 32 if problem.head_dim <= 32 else 64, n) for s, n in rows), card="h200")
 
 
 def _launched_by_python(problem: Problem) -> bool:
@@ -186,7 +186,7 @@ def host_time(problem: Problem) -> Rule | None:
     if problem.batch * problem.heads * problem.q_len * problem.head_dim >= fewest or not _launched_by_python(problem):
         return None
     said = f"the time of an eager call of fewer than {fewest:,} numbers (B * H * Tq * D) is host time, of which torch's function needs less"
-    return Rule(said, table("short_overhead", square(32, 64, 8)))
+    return Rule(said, table("short_overhead", square(32, 64, 8), card="h200"))
 
 
 def _too_small(problem: Problem, longest: int) -> Rule | None:
@@ -226,7 +226,7 @@ def _slower(problem: Problem, longest: int) -> Rule | None:
     """The calls for which the kernels themselves are slower."""
     if problem.head_dim <= 64:
         return None
-    losing = table("short_long", square(384, 128, 2728), square(512, 128, 2048))
+    losing = table("short_long", square(384, 128, 2728), square(512, 128, 2048), card="h200")
     if problem.needs_grad:
         said = "beyond D = 64 and 256 tokens: 0.8 of torch's speed with backward"
         return None if longest <= 256 else Rule(said, losing)

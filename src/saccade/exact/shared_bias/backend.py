@@ -63,7 +63,7 @@ def _rule(problem: Problem) -> Rule:
     pairs = problem.batch * problem.heads * problem.q_len * problem.kv_len
     if problem.python_counts and pairs < (FEWEST_PAIRS_GRAD if problem.needs_grad else FEWEST_PAIRS):
         return Rule(f"the time of an eager call of {pairs:,} pairs is host time, of which torch's function needs less")
-    return taken(table("shared_bias"), "a bias beyond 128 tokens, which torch's function reads again for each row")
+    return taken(table("shared_bias", card="h200"), "a bias beyond 128 tokens, which torch's function reads again for each row")
 
 
 def _form(problem: Problem) -> Any:

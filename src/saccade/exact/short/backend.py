@@ -87,7 +87,7 @@ def _too_small(problem: Problem) -> Rule | None:
     return Rule(
         f"the time of {direction} of {problems:,} problems is host time, of which torch's function needs less below {fewest:,} (B * H); "
         "under CUDA graphs and torch.compile these kernels are chosen",
-        table("short_overhead", square(32, 64, 8)),
+        table("short_overhead", square(32, 64, 8), card="h200"),
     )
 
 
@@ -105,7 +105,7 @@ def _slower(problem: Problem) -> Rule | None:
         return Rule(f"float32 is computed exactly, without matrix units: 0.7 of torch's speed at S = 64 {_EARLIER}")
     if problem.mask == "bias":
         if problem.key_mask and longest > 64:
-            # 0.059 ms captured for torch's 0.050, and 0.022 by `shared_bias` (h100/shared_bias.csv)
+            # 0.059 ms captured for torch's 0.050, and 0.022 by `shared_bias` (H100)
             return Rule("a mask of keys next to a bias, beyond 64 tokens: 0.85 of torch's speed in forward")
         said = "a bias of this shape was measured slower, or not at all"
         return None if _prefers_bias(problem) else Rule(said)
@@ -132,7 +132,7 @@ def _slower(problem: Problem) -> Rule | None:
     if dim <= 32 or problem.needs_grad or (problem.arch == 90 and elements >= 2**25):
         return None
     said = "forward alone beyond 64 tokens at D > 32: 0.76 to 0.99 of torch's speed"
-    return Rule(said, table("short_sizes", *(square(s, 64, 3072) for s in (77, 128))))
+    return Rule(said, table("short_sizes", *(square(s, 64, 3072) for s in (77, 128)), card="h200"))
 
 
 # of what a table that was measured again since does not have any more

@@ -64,4 +64,4 @@ def _plain(problem: Problem, longest: int, few: bool) -> Source:
         return table("short_full", square(32 if longest <= 64 else 128, 128, 128_000))
     dim, problems = (32 if problem.head_dim <= 32 else 64), (96 if few else 12_288)
     lengths = (32, 50) if longest <= 64 else (77, 128)
-    return table("short_sizes", *(square(s, dim, problems) for s in lengths))
+    return table("short_sizes", *(square(s, dim, problems) for s in lengths), card="h200")
