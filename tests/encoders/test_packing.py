@@ -48,6 +48,19 @@ def test_as_numpy(module, seed, counts, reads_first):
     np.testing.assert_array_equal(ours.ends, want.ends)
 
 
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("counts", ["columns", "counted"])
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_a_device_packs_as_numpy(seed, counts, reads_first):
+    given, family, padding = _batch(seed), Family(counts), seed % 2
+    ours, used = packing._on_the_device(given, family, padding, reads_first)
+    want, expected = packing._by_numpy(given, family, padding, reads_first)
+    assert (ours.shape, ours.tokens, used.item()) == (want.shape, want.tokens, expected)
+    assert want.longest <= ours.longest
+    np.testing.assert_array_equal(ours.numbers.numpy(), want.numbers)
+    np.testing.assert_array_equal(ours.ends.numpy(), want.ends)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_other_dtypes_are_packed_by_numpy(module, dtype):
     given = packing.Given(torch.tensor([[1, 2, 0]]), torch.tensor([[1, 1, 0]], dtype=dtype), None, None)
