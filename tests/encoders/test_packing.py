@@ -63,6 +63,12 @@ def test_a_device_packs_as_numpy(seed, counts, reads_first):
     np.testing.assert_array_equal(ours.ends.numpy(), want.ends)
 
 
+def test_rows_go_back_to_their_places():
+    rows = torch.arange(1.0, 7.0).view(3, 2)
+    found = packing.unpack(rows, torch.tensor([1, 2, 5]), (2, 3))
+    assert found.tolist() == [[[0, 0], [1, 2], [3, 4]], [[0, 0], [0, 0], [5, 6]]]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_other_dtypes_are_packed_by_numpy(module, dtype):
     given = packing.Given(torch.tensor([[1, 2, 0]]), torch.tensor([[1, 1, 0]], dtype=dtype), None, None)
