@@ -67,3 +67,13 @@ def test_budget(emulated, key, form):
     configs = (SM90[key], None) if key[0] == "fwd" else (None, SM90[key])
     results = compare(case, inputs, run(case, inputs, configs))
     assert all(r.ok for r in results), report(case, results)
+
+
+@pytest.mark.parametrize("key", [key for key in SM90 if key[0] == "bwd"], ids=str)
+def test_an_infinite_key_meets_no_query_that_is_not_there(emulated, key):
+    """The zeros in the place of such a query would make its scores NaN."""
+    case = replace(case_of(*key, ragged=True), batch=1)
+    inputs = make(case, torch.float16, "cpu")
+    inputs.query[..., 0].abs_().add_(0.1)
+    inputs.key[:, :, 3, 0] = -torch.inf
+    assert (run(case, inputs, (None, SM90[key]))["dv"][:, :, 3] == 0).all()
