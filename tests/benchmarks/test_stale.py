@@ -193,6 +193,20 @@ def test_the_same_launches_count_for_the_commit_and_the_device_alone(repository,
     stale._same_code.cache_clear()
 
 
+def test_a_file_that_is_not_needed_is_no_change_where_it_was_absent(repository, tmp_path, monkeypatch):
+    """Rows that were measured with other code of the file stay stale."""
+    name, texts = "src/saccade/exact/short/launch.py", ("def launch():\n    return 1\n", "def launch():\n    return 2\n")
+    monkeypatch.setattr(stale, "SAME_CODE", tmp_path / "same_code.csv")
+    without = repository("src/saccade/exact/short/forward.py", KERNEL)
+    other, _ = (repository(name, text) for text in texts)
+    know([f"{name},{stale.ABSENT},{stale.code_of(texts[1], name)},\n"])
+    assert not table(tmp_path, without).is_stale
+    assert table(tmp_path, other).changed == (name,)
+    know([])
+    assert table(tmp_path, without).changed == (name,)
+    stale._same_code.cache_clear()
+
+
 def test_stale_rows_are_those_of_the_older_commits(repository, tmp_path):
     old = repository("src/saccade/exact/short/forward.py", KERNEL)
     new = repository("src/saccade/exact/short/forward.py", KERNEL.replace("return x ", "return 2 * x "))

@@ -117,6 +117,27 @@ def test_triton_kernels_in_small_tiles(monkeypatch, case, deterministic):
     assert all(r.ok for r in results), report(few, results)
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])
+def test_gradients_beside_large_scores_of_several_keys(deterministic):
+    """Scores of 4,096, beside which lse has lost the logarithm of the sum: delta is divided by it as the incoming gradient is."""
+    query, key, value, dout = (torch.randn(1, 2, 20, 16, device=DEVICE) for _ in range(4))
+    scores = torch.full((1, 2, 20), 4096.0, device=DEVICE)
+
+    def gradients_of(backend, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (query, key, value, scores)]
+        out = saccade.dynamic_mask_attention(*leaves, keep=20, backend=backend)
+        return torch.autograd.grad(out, leaves, dout.to(dtype))
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        found = gradients_of("gather", torch.float32)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    for x, y in zip(found, gradients_of("reference", torch.float64), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=0.01)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dim", [16, 64, 128, 200, 256])
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 32])

@@ -147,6 +147,16 @@ def groups_of(one):
     return [[x.data_ptr() for x in joined.parameters] for joined in one.fusion._joined]
 
 
+def test_a_product_of_some_weights_is_of_these_alone():
+    weights, x = [nn.Parameter(torch.randn(4, 4)) for _ in range(3)], torch.randn(5, 4)
+    memory = joined.Joined(weights)
+    with joined.looking() as apart, torch.no_grad():
+        for some in (weights, weights[:2], weights[1:]):
+            torch.testing.assert_close(joined.product(x, some, []), x @ torch.cat(some).t())
+    assert memory.holds()
+    assert len(apart) == 2
+
+
 def test_one_memory_and_a_storage_each():
     one, twin = moved()
     layers = SIZES["num_hidden_layers"]

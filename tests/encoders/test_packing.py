@@ -30,6 +30,8 @@ def _batch(seed: int):
     mask = torch.randint(0, 2, (rows, columns), generator=made) if seed % 4 else None
     types = torch.randint(0, 2, (rows, columns), generator=made) if seed % 3 else None
     positions = torch.randint(0, 9, (1 if seed % 2 else rows, columns), generator=made) if seed % 5 == 0 else None
+    if mask is not None and seed % 3:  # padding where nothing is real, so that the first column alone may be used
+        ids = ids.masked_fill(mask == 0, seed % 2)
     if seed % 7 == 0:  # views with other strides
         ids = torch.stack([ids, ids + 1], 2)[..., 0]
         mask = None if mask is None else mask.t().contiguous().t()
@@ -46,6 +48,25 @@ def test_as_numpy(module, seed, counts, reads_first):
     assert (ours.shape, ours.tokens, ours.longest, used) == (want.shape, want.tokens, want.longest, expected)
     np.testing.assert_array_equal(ours.numbers, want.numbers)
     np.testing.assert_array_equal(ours.ends, want.ends)
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("counts", ["columns", "counted"])
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_a_device_packs_as_numpy(seed, counts, reads_first):
+    given, family, padding = _batch(seed), Family(counts), seed % 2
+    ours, used = packing._on_the_device(given, family, padding, reads_first)
+    want, expected = packing._by_numpy(given, family, padding, reads_first)
+    assert (ours.shape, ours.tokens, used.item()) == (want.shape, want.tokens, expected)
+    assert want.longest <= ours.longest
+    np.testing.assert_array_equal(ours.numbers.numpy(), want.numbers)
+    np.testing.assert_array_equal(ours.ends.numpy(), want.ends)
+
+
+def test_rows_go_back_to_their_places():
+    rows = torch.arange(1.0, 7.0).view(3, 2)
+    found = packing.unpack(rows, torch.tensor([1, 2, 5]), (2, 3))
+    assert found.tolist() == [[[0, 0], [1, 2], [3, 4]], [[0, 0], [0, 0], [5, 6]]]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -102,3 +102,9 @@ def test_words_that_vanish_are_read_to_the_end():
     text = "\u200b " * 500 + "abc " * 100
     assert len(first_words(text, LIMIT)) < len(text)
     assert Rust(found, LIMIT, True, False).encode([text])[0].ids == found.encode(text).ids
+
+
+@pytest.mark.parametrize(("words", "kept"), [(LIMIT - 1, LIMIT - 1), (LIMIT, LIMIT), (LIMIT + 1, LIMIT)])
+def test_a_long_text_keeps_as_many_words_as_the_limit(words, kept):
+    text = " ".join(["abcdefghijklm"] * words)
+    assert first_words(text, LIMIT) == " ".join(["abcdefghijklm"] * kept)

@@ -40,6 +40,20 @@ def test_a_change_is_another_state(by, change):
     assert all(any(x is y for y in model.parameters()) for x in state.parameters)
 
 
+def test_tied_parameters_that_come_apart_are_another_state(by):
+    """In the same memory: their gradients were one sum and are two tensors."""
+    model = made("bert")[0].eval()
+    first, second = (layer.output.dense for layer in model.encoder.layer[:2])
+    second.weight = first.weight
+    state = State(model)
+    tied = state.read()
+    second.weight = nn.Parameter(first.weight.detach())
+    assert second.weight.data_ptr() == first.weight.data_ptr()
+    assert state.read() != tied
+    second.weight = first.weight
+    assert state.read() == tied
+
+
 def test_autocast_and_determinism_are_other_states(by):
     model = made("bert")[0].eval()
     state = State(model)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from saccade.engine.philox import dropout_keep
 from saccade.engine.window import ends_of, in_window
 from saccade.exact.args import AttentionArgs, repeated
-from saccade.exact.long import bias_gradient, config, sm90
+from saccade.exact.long import bias_gradient, config, mask_bits, sm90
 from saccade.exact.long import launchers as long
 from saccade.exact.ragged import launchers as ragged
 from saccade.exact.shared_bias import launchers as of_bias
@@ -256,6 +256,14 @@ def test_masks_beside_lengths_and_grouped_heads(kind):
     dense(2, 70, 133, 64, torch.float16, lengths=[133, 0, 67], dlse=True, kv_heads=1, mask=MASKS[kind](70, 133))
 
 
+@pytest.mark.parametrize("by_key", [False, True], ids=["by-query", "by-key"])
+def test_bits_behind_the_last_column_of_a_mask_are_0(by_key):
+    words = mask_bits.pack(torch.ones(1, 2, 40, 70, dtype=torch.bool), by_key)
+    columns = 40 if by_key else 70
+    assert words.shape == (1, 2, 110 - columns, -(-columns // 64))
+    assert {sum(int(x) % 2**64 << 64 * i for i, x in enumerate(row)) for row in words.flatten(0, 2)} == {2**columns - 1}
+
+
 def test_masks_beside_causal_rows():
     dense(1, 150, 133, 64, causal=True, mask=random_mask(1, 1, 150, 133))
 
@@ -348,6 +356,22 @@ PASSED = [(0, 0), (256, 256), (0, 300), (300, 0), (63, 1), (20, 128)]
 def test_windows(window, causal, dim):
     """700 keys are two segments of backward, of which the first goes on into the second."""
     dense(1, 700, 700, dim, dlse=True, window=window, causal=causal)
+
+
+def test_the_first_keys_outside_of_a_window_at_the_corners_of_tiles():
+    """One pair of 64 queries and 64 keys is outside on either side, and would have nearly all the weight of its query."""
+    left, right = 126, 62
+    query, key, value, dout = (torch.randn(1, 1, 320, 64).half() for _ in range(4))
+    key[:, :, 0:256:64] = 4 * query[:, :, left + 1 : 320 : 64]
+    key[:, :, right + 1 :: 64] = 4 * query[:, :, 0:320:64]
+    rows = torch.arange(320)
+    seen = in_window(rows[:, None], rows, *ends_of((left, right))).expand(1, 1, -1, -1)
+    args = AttentionArgs(
+        query, key, value, None, None, None, None, 0.0, False, 0.125, window_left=left, window_right=right, launches=LaunchCache()
+    )
+    out, lse = long.forward(args)
+    found = (out, lse, *long.backward(args, dout, None, out, lse, bias_grad=False, packed=None)[:3])
+    compare(found, reference(query, key, value, dout, seen, None))
 
 
 @pytest.mark.sampled(4)

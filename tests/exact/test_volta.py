@@ -118,6 +118,15 @@ def test_emulated(emulated, case):
     check(case, inputs, outputs_of(case, inputs))
 
 
+@needs_emulator
+@pytest.mark.parametrize("name", ["bias-queries", "bias-keys"])
+def test_emulated_gradients_of_one_row_or_column(emulated, name):
+    """The last row and the last column of each tile count."""
+    (case,) = [case for case in CASES if case.name == name]
+    inputs = make(case, HALF, "cpu")
+    check(case, inputs, outputs_of(case, inputs))
+
+
 EXTREME = [-math.inf, -65504.0, 1e6, -1e9, 1e9, -3e38, 3e38, torch.finfo(torch.float32).min, torch.finfo(torch.float32).max]
 
 

@@ -108,6 +108,18 @@ def test_memory_of_which_a_call_does_not_know():
     assert recorder.planned((query, out), 1) is None
 
 
+def test_a_tensor_ends_behind_its_last_number():
+    """Also one whose rows lie apart: its last number is at 7 * 16 + 7."""
+    whole = torch.zeros(16, 16)
+    for key in (whole[:8], whole[:8, :8]):
+        ends = key.storage_offset() + sum((n - 1) * s for n, s in zip(key.shape, key.stride(), strict=True))
+        for number, placed in ((ends, [(0, 4 * ends)]), (ends + 1, None)):
+            with Recorder() as recorder:
+                launch(whole.view(-1)[number:])
+            planned = recorder.planned((key,), 1)
+            assert (planned and places(planned)) == placed
+
+
 def test_results_that_no_launch_writes():
     """Torch filled them, or summed into them."""
     query, out, other = (torch.zeros(4, 8) for _ in range(3))
