@@ -52,6 +52,7 @@ spec.loader.exec_module(targets)
 targets.compile_all(90)
 print(json.dumps(found))
 """
+_KERNELS = re.compile(r"__global__\s+void\s+__launch_bounds__\([^)]*\)\s+(\w+)\(")  # of a .cu file
 Build = tuple[str, str, Sequence[str]]  # source, architecture, flags of NVRTC
 
 
@@ -190,8 +191,14 @@ def _launches(root: Path, backend: str, commit: str) -> dict[str, Any]:
 
 
 def is_launched(name: str, commit: str) -> bool:
-    """Whether a problem that was measured at a commit runs a kernel of a Triton file."""
-    kernels = {x.name for x in ast.parse((ROOT / name).read_text(encoding="utf-8")).body if isinstance(x, ast.FunctionDef)}
+    """Whether a problem that was measured at a commit runs a kernel of a file. A header has no kernels, so it counts as run."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    if name.endswith(".py"):
+        kernels = {x.name for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)}
+    else:
+        kernels = set(_KERNELS.findall(text))
+    if not kernels:
+        return True
     backends = next(of for folder, of in _LAUNCHED_BY.items() if name.startswith(folder))
     return any(launch[0] in kernels for x in backends for made in _launches(ROOT, x, commit).values() for launch in made)
 
@@ -212,7 +219,7 @@ def compared(texts: dict[str, str], before: Path, commit: str) -> dict[str, tupl
     triton = [name for name, text in texts.items() if name.endswith(".py") and "@triton.jit" in text]
     found = (same_cuda(cuda, before) if cuda else {}) | (same_triton(triton, before) if triton else {})
     shaped = [name for name in triton if found.get(name) and _parts(before / name)[1] != _parts(ROOT / name)[1]]
-    other = [name for name in triton if found.get(name) is False]
+    other = [name for name, same in found.items() if not same]
     hosts = [*shaped, *other, *(name for name in texts if Path(name).name in SHAPES and name not in triton)]
     launched = same_launches(hosts, before, commit)
     # kernels that changed are of no account where nothing that was measured runs them

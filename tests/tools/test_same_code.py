@@ -168,6 +168,19 @@ def test_a_kernel_that_changed_is_of_no_account_where_nothing_runs_it(launched, 
     assert same_code.compared({name: text.format(2)}, tmp_path / "before", "abc") == {name: (same, "abc")}
 
 
+@pytest.mark.parametrize("source", sorted((same_code.SRC / "exact").rglob("*_sm90.cu")), ids=lambda x: x.name)
+def test_kernels_of_a_source_are_found(source, monkeypatch):
+    monkeypatch.setattr(same_code, "_launches", lambda *_: {"a problem": [["another", [1, 1, 1]]]})
+    monkeypatch.setattr(same_code, "_LAUNCHED_BY", {"src/": ("short",)})
+    assert same_code._KERNELS.findall(source.read_text()), "a file without kernels counts as run"
+    assert not same_code.is_launched(source.relative_to(same_code.ROOT).as_posix(), "abc")
+
+
+def test_a_header_counts_as_run(monkeypatch):
+    monkeypatch.setattr(same_code, "_launches", lambda *_: {})
+    assert same_code.is_launched("src/saccade/exact/short/cuda/tiles_sm90.cuh", "abc")
+
+
 def test_new_files_beside_equal_ones_are_unused():
     texts = {f"src/a/{name}": "x = 1\n" for name in ("launch.py", "new.py", "cuda/new.cu")} | {"src/b/new.py": "x = 1\n"}
     codes = {"src/a/launch.py": ("1", "2")}

@@ -36,9 +36,11 @@ __device__ __forceinline__ float load_shared(u32 address) {
     return x;
 }
 
-// Rounds this warpgroup's half of a gradient's columns into its half of a tile, which nobody else reads, and starts writing it out.
+// Rounds this warpgroup's half of a gradient's columns into its half of a tile, and starts writing it out. A warp has waited for its own part of the
+// product that read this half; the other three may still multiply.
 __device__ __forceinline__ void emit_half(const TensorMap& map, u32 tile, const Problem& problem, int half, const float (&d)[COLUMNS / 2]) {
     u32 own = tile + half * COLUMNS / 64 * Operand::BLOCK_BYTES;
+    meet(half);
     round_into<COLUMNS>(own, 0, d);
     fence_async();
     meet(half);
