@@ -52,7 +52,6 @@ spec.loader.exec_module(targets)
 targets.compile_all(90)
 print(json.dumps(found))
 """
-_KERNELS = re.compile(r"__global__\s+void\s+__launch_bounds__\([^)]*\)\s+(\w+)\(")  # of a .cu file
 Build = tuple[str, str, Sequence[str]]  # source, architecture, flags of NVRTC
 
 
@@ -191,14 +190,14 @@ def _launches(root: Path, backend: str, commit: str) -> dict[str, Any]:
 
 
 def is_launched(name: str, commit: str) -> bool:
-    """Whether a problem that was measured at a commit runs a kernel of a file. A header has no kernels, so it counts as run."""
-    text = (ROOT / name).read_text(encoding="utf-8")
-    if name.endswith(".py"):
-        kernels = {x.name for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)}
-    else:
-        kernels = set(_KERNELS.findall(text))
-    if not kernels:
+    """Whether a problem that was measured at a commit runs a kernel of a file. Launches name Triton kernels, and the files of CUDA sources. A header is
+    in no launch, so it counts as run."""
+    if name.endswith(".cuh"):
         return True
+    kernels = {Path(name).name}
+    if name.endswith(".py"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        kernels = {x.name for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)}
     backends = next(of for folder, of in _LAUNCHED_BY.items() if name.startswith(folder))
     return any(launch[0] in kernels for x in backends for made in _launches(ROOT, x, commit).values() for launch in made)
 

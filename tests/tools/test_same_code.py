@@ -168,12 +168,15 @@ def test_a_kernel_that_changed_is_of_no_account_where_nothing_runs_it(launched, 
     assert same_code.compared({name: text.format(2)}, tmp_path / "before", "abc") == {name: (same, "abc")}
 
 
-@pytest.mark.parametrize("source", sorted((same_code.SRC / "exact").rglob("*_sm90.cu")), ids=lambda x: x.name)
-def test_kernels_of_a_source_are_found(source, monkeypatch):
-    monkeypatch.setattr(same_code, "_launches", lambda *_: {"a problem": [["another", [1, 1, 1]]]})
-    monkeypatch.setattr(same_code, "_LAUNCHED_BY", {"src/": ("short",)})
-    assert same_code._KERNELS.findall(source.read_text()), "a file without kernels counts as run"
-    assert not same_code.is_launched(source.relative_to(same_code.ROOT).as_posix(), "abc")
+@pytest.mark.skipif(bool(obstacles("90a")), reason="needs NVRTC")
+def test_launches_name_the_files_of_cuda_sources(monkeypatch):
+    """Backward of 64 rows at D = 256 is a file of its own."""
+    problem = "attention(B=8000 H=8 Tq=64 Tk=64 D={} bf16 grad sm_90)"
+    program = "import json, sys; from tools import launches; launches.problems_of = lambda *asked: json.loads(sys.argv[1]); print(json.dumps(launches.main('short', '')))"
+    for dim, runs in ((64, False), (256, True)):
+        made = same_code._printed(same_code.ROOT, ["-c", program, json.dumps([problem.format(dim)])], same_code.ROOT)
+        monkeypatch.setattr(same_code, "_launches", lambda *_, made=made: made)
+        assert same_code.is_launched("src/saccade/exact/short/cuda/backward_turns_sm90.cu", "abc") == runs
 
 
 def test_a_header_counts_as_run(monkeypatch):
