@@ -22,7 +22,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-# file, code before and code now (`code_of`), of which the machine code is the same; or, with a commit, the launches for what was measured there
+# file, code before and code now (`code_of`), of which the machine code is the same; or, with a commit, the launches for what was measured there. With
+# `run_by` too, kernels alone differ, and none of them was run but by these problems
 SAME_CODE = HERE / "same_code.csv"
 ABSENT = "absent"  # the code before of a file that was not there: no launch that was measured needs it
 _SHORT, _LONG = "exact/short/*", "exact/long/*"
@@ -129,7 +130,8 @@ def older_rows(path: Path) -> list[dict[str, str]]:
     return _older(path, rows, changed)
 
 
-Kind = tuple[str, bool]  # of rows: their commit, and whether they measure launches alone
+# of rows: their commit, whether they measure launches alone, and the problem in tables whose problems are launched for comparison
+Kind = tuple[str, bool, str]
 
 
 def _judged(path: Path) -> tuple[list[dict[str, str]], dict[Kind, set[str]], str]:
@@ -152,7 +154,7 @@ def _older(path: Path, rows: list[dict[str, str]], changed: dict[Kind, set[str]]
 
 
 def _kind(path: Path, row: Mapping[str, str]) -> Kind:
-    return row["commit"], is_by_launches(path.stem, row)
+    return row["commit"], is_by_launches(path.stem, row), row.get("problem", "") if path.stem in BY_LAUNCHES else ""
 
 
 def is_by_launches(table: str, row: Mapping[str, str]) -> bool:
@@ -172,7 +174,7 @@ def is_measured(name: str, patterns: Iterable[str], blob: str) -> bool:
     return Path(name).suffix in (".cu", ".cuh", ".cpp", ".hpp")
 
 
-def _is_in(name: str, blob: str, commit: str, by_launches: bool) -> bool:
+def _is_in(name: str, blob: str, commit: str, by_launches: bool, problem: str) -> bool:
     """Whether a commit has the code of a file, there or under another folder, or each definition of it in files of the same wing."""
     before = _tree(commit)
     if blob in before.values():
@@ -181,7 +183,7 @@ def _is_in(name: str, blob: str, commit: str, by_launches: bool) -> bool:
     definitions = _definitions(blob, Path(name).suffix)
     if definitions <= _wing(commit, name) and not _redefines(name, blob, before.get(name)):
         return True
-    equal = equal_codes(name, _digest(definitions), commit if by_launches else "")
+    equal = equal_codes(name, _digest(definitions), commit if by_launches else "", (commit, problem))
     if name not in before and ABSENT in equal:
         return True
     return any(_digest(_definitions(old, Path(name).suffix)) in equal for old in same_name)
@@ -221,20 +223,24 @@ def _digest(definitions: frozenset[str]) -> str:
     return hashlib.sha256("".join(sorted(definitions)).encode()).hexdigest()[:16]
 
 
-def equal_codes(name: str, code: str, commit: str = "") -> set[str]:
+def equal_codes(name: str, code: str, commit: str = "", row: tuple[str, str] = ("", "")) -> set[str]:
     """This code of a file, and its older ones that have the same machine code, by any number of steps. commit: or that have the same launches for what was
-    measured there."""
+    measured there. row: or whose kernels this problem did not run at this commit."""
     found = {code}
-    for file, before, now, measured in reversed(_same_code()):
-        if Path(file).name == Path(name).name and now in found and measured in ("", commit):
+    for file, before, now, measured, run_by in reversed(_same_code()):
+        holds = measured in ("", commit) and not run_by
+        if run_by:
+            holds = bool(row[1]) and measured == row[0] and row[1] not in run_by.split("; ")
+        if Path(file).name == Path(name).name and now in found and holds:
             found.add(before)
     return found
 
 
 @cache
-def _same_code() -> list[tuple[str, str, str, str]]:
+def _same_code() -> list[tuple[str, str, str, str, str]]:
     with SAME_CODE.open(newline="") as file:
-        return [(row["file"], row["before"], row["now"], row["measured"]) for row in csv.DictReader(file)]
+        rows = csv.DictReader(file)
+        return [(row["file"], row["before"], row["now"], row["measured"], row.get("run_by") or "") for row in rows]
 
 
 def _wing(commit: str, name: str) -> frozenset[str]:

@@ -2,14 +2,16 @@
 
 CUDA sources are compiled as the tests of their family compile them, and the Triton launches of tests/launch/test_compile_targets.py for sm_90, at
 COMMIT and here. A changed file is the same if all builds that reach it have the same instructions, byte for byte. A file of `exact` that shapes launches is
-the same if its backends launch the same for each problem that a table measured at COMMIT (`tools.launches`), and the row names this commit. So is a Triton
-file with other kernels, if none of these is among the launches.
+the same if its backends launch the same for each problem that a table measured at COMMIT (`tools.launches`), and the row names this commit. If the kernels
+of a file alone differ, it also names the problems that run them: the file is the same for all others.
 `benchmarks/same_code.csv` gets a line for each, and `benchmarks/stale.py` then counts the file as unchanged.
 """
 
 from __future__ import annotations
 
 import ast
+import csv
+import io
 import json
 import os
 import re
@@ -189,17 +191,17 @@ def _launches(root: Path, backend: str, commit: str) -> dict[str, Any]:
     return dict(_printed(root, ["-m", "tools.launches", backend, commit], ROOT))
 
 
-def is_launched(name: str, commit: str) -> bool:
-    """Whether a problem that was measured at a commit runs a kernel of a file. Launches name Triton kernels, and the files of CUDA sources. A header is
-    in no launch, so it counts as run."""
-    if name.endswith(".cuh"):
-        return True
+def run_by(name: str, commit: str) -> list[str]:
+    """The problems, of those that were measured at a commit, that run a kernel of a file. Launches name Triton kernels, and the files of CUDA sources."""
     kernels = {Path(name).name}
     if name.endswith(".py"):
         text = (ROOT / name).read_text(encoding="utf-8")
         kernels = {x.name for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)}
     backends = next(of for folder, of in _LAUNCHED_BY.items() if name.startswith(folder))
-    return any(launch[0] in kernels for x in backends for made in _launches(ROOT, x, commit).values() for launch in made)
+    found = (
+        problem for x in backends for problem, made in _launches(ROOT, x, commit).items() if any(y[0] in kernels for y in made)
+    )
+    return list(dict.fromkeys(problem.removesuffix(" captured") for problem in found))
 
 
 def _parts(path: Path) -> tuple[list[str], list[str]]:
@@ -221,10 +223,22 @@ def compared(texts: dict[str, str], before: Path, commit: str) -> dict[str, tupl
     other = [name for name, same in found.items() if not same]
     hosts = [*shaped, *other, *(name for name in texts if Path(name).name in SHAPES and name not in triton)]
     launched = same_launches(hosts, before, commit)
-    # kernels that changed are of no account where nothing that was measured runs them
-    launched |= {name: launched[name] and not is_launched(name, commit) for name in other if name in launched}
     everywhere = {name: (same and name not in shaped, "") for name, same in found.items()}
-    return everywhere | {name: (same, commit) for name, same in launched.items()}
+    everywhere |= {name: (same, commit) for name, same in launched.items() if name not in other}
+    # kernels that changed are of no account for problems that do not run them; a header is in no launch
+    kernels = [name for name in other if launched.get(name) and not name.endswith(".cuh") and _is_host_alike(name, before)]
+    return everywhere | {name: (True, _quoted(commit, "; ".join(run_by(name, commit)) or "none")) for name in kernels}
+
+
+def _is_host_alike(name: str, before: Path) -> bool:
+    """Whether nothing but the kernels of a file differs."""
+    return not name.endswith(".py") or _parts(before / name)[1] == _parts(ROOT / name)[1]
+
+
+def _quoted(*fields: str) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(fields)
+    return line.getvalue()
 
 
 def unused(

@@ -167,7 +167,7 @@ def test_the_same_machine_code_is_no_change(repository, tmp_path, monkeypatch):
 
 
 def know(lines):
-    stale.SAME_CODE.write_text("".join(["file,before,now,measured\n", *lines]))
+    stale.SAME_CODE.write_text("".join(["file,before,now,measured,run_by\n", *lines]))
     stale._same_code.cache_clear()
 
 
@@ -190,6 +190,28 @@ def test_the_same_launches_count_for_the_commit_and_the_device_alone(repository,
     know([f"{line},0000000\n"])  # of another commit
     assert found("short_full") == 1
     assert found("short_sizes", ("kernel", "", "kernel")) == 3
+    stale._same_code.cache_clear()
+
+
+def test_a_kernel_is_no_change_for_problems_that_do_not_run_it(repository, tmp_path, monkeypatch):
+    """Whether rows measure the host or not, in tables whose problems are launched for comparison."""
+    name, texts = "src/saccade/exact/short/cuda/turns.cu", ("int x;\n", "int y;\n")
+    monkeypatch.setattr(stale, "SAME_CODE", tmp_path / "same_code.csv")
+    commit, _ = (repository(name, text) for text in texts)
+    line = ",".join([name, *(stale.code_of(text, name) for text in texts), commit])
+
+    def older(table):
+        path = tmp_path / f"{table}.csv"
+        path.write_text(
+            "problem,note,commit\n" + "".join(f"{problem},{note},{commit}\n" for problem in "abc" for note in ("", "kernel"))
+        )
+        return [row["problem"] for row in stale.older_rows(path)]
+
+    know([f'{line},"b; d"\n'])
+    assert older("short_full") == older("short_sizes") == ["b", "b"]
+    assert older("short_overhead") == [*"aabbcc"]
+    know([f"{line},none\n"])
+    assert older("short_full") == []
     stale._same_code.cache_clear()
 
 

@@ -156,16 +156,20 @@ def test_a_file_with_kernels_may_differ_in_what_it_launches(tmp_path, monkeypatc
     assert same_code.compared({name: text.format(2)}, tmp_path / "before", "abc") == {name: (False, "")}
 
 
-@pytest.mark.parametrize(("launched", "same"), [("kernel", False), ("of_another_file", True)])
-def test_a_kernel_that_changed_is_of_no_account_where_nothing_runs_it(launched, same, tmp_path, monkeypatch):
-    name, text = "src/saccade/exact/ragged/plan.py", "@triton.jit\ndef kernel(x):\n    return x + {}\n"
-    for root, number in (("before", 1), ("now", 2)):
+@pytest.mark.parametrize(("host", "expected"), [(1, (True, 'abc,"a, b; c"')), (2, (False, ""))])
+def test_kernels_that_changed_are_of_no_account_for_problems_that_do_not_run_them(host, expected, tmp_path, monkeypatch):
+    name, text = "src/saccade/exact/ragged/plan.py", "@triton.jit\ndef kernel(x):\n    return x + {}\n\n\nLIMIT = {}\n"
+    for root, numbers in (("before", (1, 1)), ("now", (2, host))):
         (tmp_path / root / name).parent.mkdir(parents=True)
-        (tmp_path / root / name).write_text(text.format(number))
+        (tmp_path / root / name).write_text(text.format(*numbers))
     monkeypatch.setattr(same_code, "ROOT", tmp_path / "now")
     monkeypatch.setattr(same_code, "same_triton", lambda names, _: dict.fromkeys(names, False))
-    monkeypatch.setattr(same_code, "_launches", lambda *_: {"a problem": [[launched, [1, 1, 1]]]})
-    assert same_code.compared({name: text.format(2)}, tmp_path / "before", "abc") == {name: (same, "abc")}
+    made = {"a, b": [["kernel"]], "c captured": [["other"], ["kernel"]], "d": [["other"]]}
+    monkeypatch.setattr(same_code, "_launches", lambda *_: made)
+    assert same_code.compared({name: text.format(2, host)}, tmp_path / "before", "abc") == {name: expected}
+    made.clear()
+    made["d"] = [["other"]]
+    assert same_code.run_by(name, "abc") == []
 
 
 @pytest.mark.skipif(bool(obstacles("90a")), reason="needs NVRTC")
@@ -176,12 +180,7 @@ def test_launches_name_the_files_of_cuda_sources(monkeypatch):
     for dim, runs in ((64, False), (256, True)):
         made = same_code._printed(same_code.ROOT, ["-c", program, json.dumps([problem.format(dim)])], same_code.ROOT)
         monkeypatch.setattr(same_code, "_launches", lambda *_, made=made: made)
-        assert same_code.is_launched("src/saccade/exact/short/cuda/backward_turns_sm90.cu", "abc") == runs
-
-
-def test_a_header_counts_as_run(monkeypatch):
-    monkeypatch.setattr(same_code, "_launches", lambda *_: {})
-    assert same_code.is_launched("src/saccade/exact/short/cuda/tiles_sm90.cuh", "abc")
+        assert same_code.run_by("src/saccade/exact/short/cuda/backward_turns_sm90.cu", "abc") == [problem.format(dim)] * runs
 
 
 def test_new_files_beside_equal_ones_are_unused():
