@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packed_made import named_call
 from recorded_cuda import Stub, bound_of_long
 from recorded_triton import number_of, recording
 
@@ -61,15 +62,8 @@ def run(seen, given, **options):
     """The launches of a call and of its gradient, with names in the place of addresses."""
     (leaves, ends, ends_k, longest, longest_k), before = given, len(seen)
     torch.manual_seed(0)
-    if len(leaves) == 1:
-        out = saccade.attention_varlen_qkvpacked(*leaves, ends, longest, backend="ragged", **options)
-    else:
-        out = saccade.attention_varlen(*leaves, ends, ends_k, longest, longest_k, backend="ragged", **options)
-    dout = torch.zeros_like(out)
-    found = torch.autograd.grad(out, leaves, dout)
-    rows, gradients = (x[0].unbind(1) if len(x) == 1 else x for x in (leaves, found))
-    names = dict(zip(("q", "k", "v", "dq", "dk", "dv"), (*rows, *gradients), strict=True))
-    return told(seen[before:], names | {"ends": ends, "ends_k": ends_k, "out": out, "dout": dout})
+    names = named_call(leaves, (ends, ends_k), (longest, longest_k), **options)
+    return told(seen[before:], names | {"ends_k": ends_k})
 
 
 def told(launches, names):

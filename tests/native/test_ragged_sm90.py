@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packed_made import named_call
 from recorded_cuda import NUMBERS, bound_of_long, bound_of_tokens
 from recorded_triton import number_of, recording
 
@@ -49,15 +50,7 @@ def run_by_python(seen, given, **options):
 def run(seen, given, **options):
     """The launches of a call and of its gradient, with names in the place of addresses."""
     (leaves, ends, longest), before = given, len(seen)
-    if len(leaves) == 1:
-        out = saccade.attention_varlen_qkvpacked(*leaves, ends, longest, backend="ragged", **options)
-    else:
-        out = saccade.attention_varlen(*leaves, ends, ends, longest, longest, backend="ragged", **options)
-    dout = torch.zeros_like(out)
-    found = torch.autograd.grad(out, leaves, dout)
-    rows, gradients = (x[0].unbind(1) if len(x) == 1 else x for x in (leaves, found))
-    names = dict(zip(("q", "k", "v", "dq", "dk", "dv"), (*rows, *gradients), strict=True))
-    names |= {"ends": ends, "out": out, "dout": dout}
+    names = named_call(leaves, (ends, ends), (longest, longest), **options)
     if "window" not in options:  # whose parts are listed at each call
         names |= dict(zip(("members", "count"), every_sequence(ends, len(ends) - 1), strict=True))
     known = {x.data_ptr(): name for name, x in names.items()}
