@@ -89,7 +89,8 @@ def test_rows_from_strings(table, tmp_path):
 def test_rows_of_images(table, tmp_path):
     table.run(_writer(tmp_path, "images"), 1)
     rows = _rows(tmp_path / "encoders.csv")
-    assert [(r["problem"], r["backend"]) for r in rows] == [("ViT-B/16 B=3 images tokens=5", x) for x in ("stock", "saccade")]
+    names = ("stock", "saccade", "saccade_plain")
+    assert [(r["problem"], r["backend"]) for r in rows] == [("ViT-B/16 B=3 images tokens=5", x) for x in names]
     assert all("images/s" in r["note"] for r in rows)
 
 
@@ -98,9 +99,9 @@ def test_other_vectors_of_images_end_the_table(table, tmp_path, monkeypatch):
 
     optimize = saccade.optimize
 
-    def reads_other_pixels(model):
+    def reads_other_pixels(model, **options):
         next(x for name, x in model.named_parameters() if "position_embeddings" in name).data.normal_(std=9)
-        return optimize(model)
+        return optimize(model, **options)
 
     monkeypatch.setattr(saccade, "optimize", reads_other_pixels)
     with pytest.raises(SystemExit, match=r"saccade of ViT-B/16 .*: a vector has a cosine"):

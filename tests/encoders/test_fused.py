@@ -297,10 +297,10 @@ def test_bad_arguments_and_explain():
         assert handle.served[0].fusion is None
 
 
-def test_what_is_not_packed_is_said_not_to_be_fused():
+def test_what_is_not_fused_is_said():
     config = transformers.DebertaV2Config(**SIZES, relative_attention=True, pos_att_type=["p2c", "c2p"])
     handle = saccade.optimize(transformers.DebertaV2Model(config), fuse=True)
-    assert "DebertaV2Model: not fused: only encoders whose texts are packed are" in handle.explain()
+    assert "DebertaV2Model: not fused: only packed encoders and towers of transformers are" in handle.explain()
 
 
 def test_flops_are_those_of_the_products_apart():

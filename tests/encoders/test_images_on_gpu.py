@@ -43,10 +43,11 @@ def loss_of(model, images):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "plain"])
 @pytest.mark.parametrize("name", IMAGES)
-def test_forward(name, dtype):
+def test_forward(name, fuse, dtype):
     ours, theirs = pair(name, dtype)
-    handle = saccade.optimize(ours)
+    handle = saccade.optimize(ours, fuse=fuse)
     with torch.no_grad():
         for seed, rows in enumerate(ROWS):
             images = pixels(rows, seed)
@@ -61,10 +62,11 @@ def test_forward(name, dtype):
                     assert error(x, y) < (2e-5 if dtype == torch.float32 else 3e-2)
 
 
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "plain"])
 @pytest.mark.parametrize("name", IMAGES)
-def test_gradients_over_ragged_batches(name):
+def test_gradients_over_ragged_batches(name, fuse):
     ours, theirs = pair(name, train=True)
-    handle = saccade.optimize(ours)
+    handle = saccade.optimize(ours, fuse=fuse)
     for seed, rows in enumerate(ROWS):
         for model in (ours, theirs):
             model.zero_grad()

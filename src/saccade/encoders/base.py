@@ -6,18 +6,26 @@ import inspect
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.encoders import attention
+from saccade.encoders.fused import Fusion
 from saccade.encoders.gpu import Gpu
 from saccade.encoders.state import State
 from saccade.engine.problem import captured
 from saccade.engine.switch import REASON, is_disabled
 
 _logger = logging.getLogger("saccade")
+# Tokens of the runs for which layers are compiled. The compiler shapes its kernels by them: with 16, GELU took 149 us of 19,463 tokens, and 47 in eager
+# (H100). With 2,048 it took 76 us of 11,264 in BERT-base, and with 8,192 it takes 52 (H200). Backward keeps what it needs of all layers, some
+# 0.7 GB of BERT-base in bfloat16 at 2,048.
+_EXAMPLE, _TRAINING_EXAMPLE = 8192, 2048
 OF_LOSSES = "num_items_in_batch"  # Trainer gives it to a head, which passes it on; no encoder reads it
 
 
@@ -27,14 +35,17 @@ def has_graphs(device: torch.device) -> bool:
 
 
 class Encoder:
-    """A model whose forward is replayed. share: of the memory that was free, which graphs may hold."""
+    """A model whose forward is replayed. share: of the memory that was free, which graphs may hold. fuse: whether its layers are compiled."""
 
     attention = attention.NAME  # its attention function while it is served; empty for a model that keeps its own
     fallback = "it runs unpadded, without graphs"
     packs = False  # whether its batches are packed
 
-    def __init__(self, model: Any, share: float):
+    def __init__(self, model: Any, share: float, fuse: bool = False):
         self.model, self.stock = model, model.forward
+        self.fusion = Fusion(model) if fuse else None
+        if fuse:
+            self.attention = attention.OPAQUE
         self.signature = inspect.signature(self.stock)
         self.state, self.lock, self.share = State(model), threading.RLock(), share
         self.graphs: OrderedDict[tuple, Any] = OrderedDict()  # by (state, slot, size), least recently used first
@@ -54,6 +65,37 @@ class Encoder:
     def describe(self) -> str:
         """How it is computed, for `explain`."""
         raise NotImplementedError
+
+    def fused(self) -> AbstractContextManager[None]:
+        """The layers are the compiled ones, if there are any, for one run of the model's forward."""
+        return nullcontext() if self.fusion is None else self.fusion.active()
+
+    def fused_state(self, example: Callable[[int], tuple[Tensor, ...]]) -> int:
+        """The number of the model's state. Before the first graph of a state, its layers are compiled, and weights put side by side.
+
+        example: the outputs of a run of so many tokens, as graphs run them.
+        """
+        number, fusion = self.state.read(), self.fusion
+        if fusion is None or fusion.failed or self.failed or self.state.watched or not has_graphs(self.state.tensors[0].device):
+            return number
+        if not fusion.knows(number):
+            self.say(
+                f"{type(self.model).__name__}: torch.compile works on its layers, once for all sizes; fuse=False leaves it out"
+            )
+            number = fusion.ready(self.state, partial(self._as_captured, example, _EXAMPLE))
+        if torch.is_grad_enabled() and self.state.parameters:
+            fusion.ready_to_train(self.state, number, partial(self._as_captured, example, _TRAINING_EXAMPLE))
+        self._say_failure(fusion)
+        return number
+
+    def _say_failure(self, fusion: Fusion) -> None:
+        if fusion.failed:
+            self.say(f"{type(self.model).__name__}: {fusion.failed}; its layers run as they are")
+
+    def _as_captured(self, example: Callable[[int], tuple[Tensor, ...]], tokens: int) -> tuple[Tensor, ...]:
+        kind = self.state.tensors[0].device.type
+        with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
+            return example(tokens)
 
     def say(self, sentence: str) -> None:
         """A warning, once."""

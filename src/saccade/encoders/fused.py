@@ -65,11 +65,17 @@ class Fusion:
         self._ready.add(number)
         return number
 
-    def first_backward(self, number: int) -> bool:
-        """Whether the next backward of a state is its first."""
-        is_first = not self.failed and number not in self._trained
+    def ready_to_train(self, state: State, number: int, run: Callable[[], tuple[Tensor, ...]]) -> None:
+        """Compile the backward of a state, once: for the outputs of this run, not for those of the first batch, which may be small."""
+        if self.failed or number in self._trained:
+            return
         self._trained.add(number)
-        return is_first
+        try:
+            with torch.random.fork_rng([state.tensors[0].device]), torch.enable_grad(), self.active():
+                outputs = [x for x in run() if x.requires_grad]
+                torch.autograd.grad(outputs, state.parameters, [torch.zeros_like(x) for x in outputs], allow_unused=True)
+        except RuntimeError as error:
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """Compile nothing from here on."""
@@ -131,12 +137,14 @@ def _compile(backend: str, graph: fx.GraphModule, inputs: list[Any]) -> Callable
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
-    """The parts that are compiled: the layers, which stand in the innermost ModuleLists of a model, and its embeddings."""
+    """The parts that are compiled: the layers, which stand in the innermost ModuleLists of a model, and the embeddings of its tokens."""
     lists = [x for x in model.modules() if isinstance(x, nn.ModuleList)]
     innermost = [x for x in lists if not any(isinstance(y, nn.ModuleList) for layer in x for y in layer.modules())]
     layers = [layer for x in innermost for layer in x]
     embeddings = getattr(model, "embeddings", None)
-    return [*layers, embeddings] if isinstance(embeddings, nn.Module) else layers
+    if not isinstance(embeddings, nn.Module) or any(isinstance(x, nn.Conv2d) for x in embeddings.modules()):
+        return layers  # a convolution over patches is most of its embeddings, and nothing is fused with it
+    return [*layers, embeddings]
 
 
 def join_products(graph: fx.GraphModule) -> int:

@@ -87,7 +87,7 @@ class Gpu:
         return found
 
     def _captured_with_or_without_fusion(self, size: Any, slot: Any) -> Any:
-        fusion = getattr(self.served, "fusion", None)
+        fusion = self.served.fusion
         try:
             return self._capture(size, slot)
         except torch.OutOfMemoryError:

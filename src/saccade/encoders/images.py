@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from saccade.encoders import attention, base, graphs
+from saccade.encoders import base, graphs
 from saccade.encoders.base import OF_LOSSES, Encoder
 from saccade.encoders.capacity import ROWS, rows_captured
 from saccade.encoders.plans import Build, Plan, builder, signature
@@ -19,6 +20,7 @@ MASK = "attention_mask"
 NO_GPU = "CUDA graphs need a GPU"
 _CHANGED = "the model has changed since the last call"
 _MOST_PLANS = 64  # signatures of calls that are remembered
+_TOKENS = 128  # that an image is taken to have, where a number of tokens is asked for
 _MOST_FORMS = 16  # shapes behind the batch for which graphs are made; each has graphs of its own
 _ASKED = {"output_attentions", "output_hidden_states"}
 
@@ -88,10 +90,11 @@ class Batched(Encoder):
 
     fallback = "it runs as stock"
 
-    def __init__(self, model: Any, share: float, tower: Tower):
-        super().__init__(model, share)
+    def __init__(self, model: Any, share: float, tower: Tower, fuse: bool = False):
+        super().__init__(model, share, fuse)
         self.tower = tower
-        self.attention = "" if tower is TIMM else attention.NAME
+        if tower is TIMM:
+            self.attention = ""
         self.channels = getattr(getattr(model, "config", None), "num_channels", None)
         self._forms: dict[Form, None] = {}
         self._made: dict[int, tuple[Build, list[str]]] = {}  # by state: what builds the output, and the names of its tensors
@@ -182,6 +185,9 @@ class Batched(Encoder):
                 return outputs, reason
         self._state = self.state.read()
         plan = self._planned(key, given)
+        if not plan.reason and self.fusion is not None:
+            self._state = self.fused_state(partial(self._example, plan.size[1]))
+            plan = self._planned(key, given)  # another one, if parameters have moved
         return (None, plan.reason) if plan.reason else self._replayed(plan, given)
 
     def _planned(self, key: tuple | None, given: dict[str, Any]) -> Plan:
@@ -273,6 +279,13 @@ class Batched(Encoder):
 
     def outputs(self, inputs: Rows) -> tuple[Tensor, ...]:
         """The tensors that the model's own forward returns."""
+        with self.fused():
+            return self._run_stock(inputs)
+
+    def _example(self, form: Form, tokens: int) -> tuple[Tensor, ...]:
+        return self._run_stock(Rows(tokens // _TOKENS, form, self.state.tensors[0].device))
+
+    def _run_stock(self, inputs: Rows) -> tuple[Tensor, ...]:
         if self.tower is TIMM:
             self._made[self._state] = operator.itemgetter(0), []
             return (self.stock(inputs.tensors["x"]),)
@@ -287,7 +300,10 @@ class Batched(Encoder):
         """How it is computed, for `explain`."""
         if not base.has_graphs(self.model_device()):
             return f"stock: {NO_GPU}"
-        return f"stock: {self.failed}" if self.failed else "padded to the next batch size, replayed from CUDA graphs"
+        if self.failed:
+            return f"stock: {self.failed}"
+        fused = f"; {self.fusion.describe()}" if self.fusion is not None else ""
+        return f"padded to the next batch size, replayed from CUDA graphs{fused}"
 
     def prepare_rows(self, rows: int, train: bool) -> None:
         """Capture the batch size of so many images, of the size and dtype of the model."""
@@ -297,11 +313,11 @@ class Batched(Encoder):
         if side is None or not base.has_graphs(self.model_device()):
             return
         with self.lock:
-            self._state = self.state.read()
-            first = self.state.tensors[0]
+            first = next(self.model.parameters())
             height, width = (side, side) if isinstance(side, int) else side
             form = (("pixel_values", (int(self.channels or 3), height, width), first.dtype),)
             if self._known(form):
+                self._state = self.fused_state(partial(self._example, form))
                 self._graphs_on(first.device).make(self._state, (rows_captured(rows), form), train)
 
 

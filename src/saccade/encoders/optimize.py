@@ -77,9 +77,9 @@ class Optimized:
                 model.forward = forward
             if one.attention and _implementation(one) == one.attention:  # else the user has chosen another since
                 model.set_attn_implementation(implementation)
+            if one.fusion is not None:
+                one.fusion.undo()
             if isinstance(one, Served):
-                if one.fusion is not None:
-                    one.fusion.undo()
                 sentences.detach(one)
                 pooling.detach(one)
             one.graphs.clear()
@@ -221,10 +221,10 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
         model: an encoder of transformers, with or without a head; ViT, CLIP, SigLIP or DINOv2; timm's `VisionTransformer`; a
             `SentenceTransformer`, `CrossEncoder` or `SparseEncoder`; or any module that holds one. Ids on the host are packed there, and brought to the GPU in one copy.
         memory: the share of the GPU's free memory that graphs may hold, above 0 and at most 1; the least recently used leave first.
-        fuse: on a GPU, torch.compile fuses what lies between the matrix products of packed encoders, and query, key and value take one product.
-            Each mode and dtype is compiled once for all sizes, before its first capture, in some 5 to 35 s; `explain()` shows the time. The
-            weights of one product move side by side, each a tensor of its own. False leaves it out. None, the default, is True wherever texts
-            are packed.
+        fuse: on a GPU, torch.compile fuses what lies between the matrix products, and query, key and value take one product. Each mode and dtype is
+            compiled once for all sizes, before its first capture, in some 5 to 35 s; `explain()` shows the time. The weights of one product move
+            side by side, each a tensor of its own. False leaves it out. None, the default, is True for packed encoders and for the towers of
+            transformers; nothing else is fused.
 
     Returns:
         a handle with `explain()`, `prepare(...)` and `restore()`, which is a context manager too.
@@ -253,15 +253,16 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
         tower = images.tower_of(base)
         reason = families.why_not(base, embeds) if tower is None else images.why_not(base)
         as_it_is = padded.encoder(base, float(memory), reason) if reason and tower is None else None
-        if fuse and (as_it_is is not None or tower is not None):
-            left.append(f"{type(base).__name__}: not fused: only encoders whose texts are packed are")
+        if fuse and (as_it_is is not None or tower is images.TIMM):
+            left.append(f"{type(base).__name__}: not fused: only packed encoders and towers of transformers are")
         if as_it_is is not None:
             served.append(as_it_is)
         elif reason:
             left.append(f"{type(base).__name__}: stock: {reason}")
         else:
+            fused = fuse is not False and tower is not images.TIMM
             served.append(
-                Served(base, float(memory), has_head, fuse is not False) if tower is None else Batched(base, float(memory), tower)
+                Served(base, float(memory), has_head, fused) if tower is None else Batched(base, float(memory), tower, fused)
             )
     if not served and not left and not has_transformers:
         raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")

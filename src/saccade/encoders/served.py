@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from saccade.encoders.attention import Borders
 from saccade.encoders.base import OF_LOSSES, Encoder
 from saccade.encoders.capacity import Size, sizes_of
 from saccade.encoders.captured import Inside, running
-from saccade.encoders.fused import Fusion
 from saccade.encoders.packing import Given, Packed, pack, packed_on_host, pieces_of, unpack
 from saccade.encoders.plans import Build, Changed, Facts, builder
 from saccade.encoders.pooling import Pool, keep
@@ -27,11 +24,7 @@ _PACKED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _USED = (
     "a padded position is used: a token that is no padding has mask 0, or padding lies on the left, where a pooler or head reads"
 )
-# Tokens of the runs for which layers are compiled. The compiler shapes its kernels by them: with 16, GELU took 149 us of 19,463 tokens, and 47 in eager
-# (H100). With 2,048 it took 76 us of 11,264 in BERT-base, and with 8,192 it takes 52 (H200). Backward keeps what it needs of all layers, some
-# 0.7 GB of BERT-base in bfloat16 at 2,048.
-_EXAMPLE, _TRAINING_EXAMPLE = 8192, 2048
-_LENGTH = 16  # of its sequences
+_LENGTH = 16  # tokens of the sequences for which layers are compiled
 _HARMLESS = {"return_dict", "use_cache", "output_attentions", "output_hidden_states"}
 
 
@@ -46,10 +39,7 @@ class Served(Encoder):
     packs = True
 
     def __init__(self, model: Any, share: float, has_head: bool = False, fuse: bool = False):
-        super().__init__(model, share)
-        self.fusion = Fusion(model) if fuse else None
-        if fuse:
-            self.attention = attention.OPAQUE
+        super().__init__(model, share, fuse)
         self.family = families.FAMILIES[model.config.model_type]
         # positions are counted by the embeddings' own number, which a later change of the config does not reach
         counted_by = getattr(getattr(model, "embeddings", None), "padding_idx", None)
@@ -261,50 +251,17 @@ class Served(Encoder):
         return padded
 
     def current_state(self) -> int:
-        """The number of the model's state. Before the first graph of a state, fused layers are compiled, and weights put side by side."""
-        number, fusion = self.state.read(), self.fusion
-        if (
-            fusion is None
-            or fusion.failed
-            or self.failed
-            or self.state.watched
-            or not base.has_graphs(self.state.tensors[0].device)
-        ):
-            return number
-        if not fusion.knows(number):
-            self.say(
-                f"{type(self.model).__name__}: torch.compile works on its layers, once for all sizes; fuse=False leaves it out"
-            )
-            number = fusion.ready(self.state, partial(self._example, _EXAMPLE))
-        if torch.is_grad_enabled() and self.state.parameters and fusion.first_backward(number):
-            self._compile_backward(fusion)
-        self._say_failure(fusion)
-        return number
+        """The number of the model's state, whose layers are compiled."""
+        return self.fused_state(self._example)
 
-    def _say_failure(self, fusion: Fusion) -> None:
-        if fusion.failed:
-            self.say(f"{type(self.model).__name__}: {fusion.failed}; its layers run as they are")
-
-    def _example(self, tokens: int) -> Tensor:
-        """A run of so many tokens, as graphs run them."""
+    def _example(self, tokens: int) -> tuple[Tensor, ...]:
         device = self.state.tensors[0].device
-        dtype, enabled = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
-        with torch.autocast(device.type, dtype, enabled, cache_enabled=False):
-            ends = torch.arange(0, tokens + 1, _LENGTH, dtype=torch.int32, device=device)
-            return self.run_packed(torch.zeros(3, tokens, dtype=torch.int64, device=device), Borders(ends, _LENGTH))
-
-    def _compile_backward(self, fusion: Fusion) -> None:
-        """As forward is compiled: for the example, not for the first batch, which may be small."""
-        try:
-            with torch.random.fork_rng([self.state.tensors[0].device]), torch.enable_grad(), fusion.active():
-                rows = self._example(_TRAINING_EXAMPLE)
-                torch.autograd.grad(rows, self.state.parameters, torch.zeros_like(rows), allow_unused=True)
-        except RuntimeError as error:
-            fusion.fail(error)
+        ends = torch.arange(0, tokens + 1, _LENGTH, dtype=torch.int32, device=device)
+        return (self.run_packed(torch.zeros(3, tokens, dtype=torch.int64, device=device), Borders(ends, _LENGTH)),)
 
     def run_fused(self, arguments: dict[str, Tensor], borders: Borders) -> Tensor:
         """`run`, with compiled layers if there are any."""
-        with nullcontext() if self.fusion is None else self.fusion.active():
+        with self.fused():
             return self.run(arguments, borders)
 
     def _eager(self, batch: Packed, device: torch.device) -> Tensor:
