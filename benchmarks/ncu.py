@@ -76,7 +76,7 @@ def write(rows: list[dict[str, str]], path: Path) -> None:
     """As a CSV, with the GPU and the versions."""
     where = machine()
     with open(path, "w", newline="") as handle:
-        writer = csv.DictWriter(handle, [*rows[0], *where], lineterminator="\n")
+        writer = csv.DictWriter(handle, list(dict.fromkeys([*rows[0], *where])), lineterminator="\n")
         writer.writeheader()
         writer.writerows(row | where for row in rows)
 
