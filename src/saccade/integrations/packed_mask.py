@@ -75,7 +75,7 @@ def packed_mask(mask_function: Any, attention_mask: Tensor | None, q_length: int
 def _ends(numbers: Tensor) -> tuple[Tensor, int]:
     begins = torch.nn.functional.pad(numbers.diff(dim=1) != 0, (1, 0), value=True)
     ends = torch.nn.functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=numbers.numel())
-    return ends.to(torch.int32), int(ends.diff().max())
+    return ends.to(torch.int32), int(ends.diff().max()) if numbers.numel() else 0
 
 
 def _sequence_numbers(mask_function: Any) -> tuple[Tensor | None, Window | None]:
