@@ -32,6 +32,12 @@ def test_the_newest_block_counts(block, usual):
     assert usual()
 
 
+def test_torch_s_deterministic_algorithms_outweigh_a_block(monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with saccade.nm_sparse.unordered_gradients():
+        assert adds_in_order()
+
+
 def test_a_graph_may_hold_a_block():
     inputs = [torch.randn(1, 2, 16, 8, requires_grad=True) for _ in "qkv"]
 

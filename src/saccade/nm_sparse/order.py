@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
+
 from saccade.nm_sparse.blocks import Setting
 
 _unordered = Setting()
@@ -18,7 +20,7 @@ def unordered_gradients(enabled: bool = True) -> Iterator[None]:
     64: 8,192), without dropout and a block mask, backward then is 1.08 to 1.23 times as fast as by default's two passes on an H200; `dq`
     differs from run to run by the rounding of a float32 sum of `Tk / 128` terms. Everywhere else nothing changes. The call of
     `backward` has to be inside the context; the forward may be outside. All threads are affected; blocks may be nested and overlap, and the
-    newest counts.
+    newest counts. Under `torch.use_deterministic_algorithms(True)` nothing changes.
 
     Args:
         enabled: False gives gradients the same bits again inside such a context.
@@ -29,4 +31,4 @@ def unordered_gradients(enabled: bool = True) -> Iterator[None]:
 
 def adds_in_order() -> bool:
     """Whether a backward pass has to add in order."""
-    return not _unordered.on
+    return not _unordered.on or torch.are_deterministic_algorithms_enabled()
