@@ -53,13 +53,6 @@ class PackedMask(UnformedMask):
     def _again(self, memo: dict[int, Any]) -> PackedMask:
         return PackedMask(copy.deepcopy(self.numbers, memo), self.window)
 
-    def share_memory_(self) -> PackedMask:
-        """Move what the mask consists of to shared memory; it has none of its own."""
-        for part in (self.numbers, self.ends, self._formed):
-            if part is not None:
-                part.share_memory_()
-        return self
-
 
 def packed_mask(mask_function: Any, attention_mask: Tensor | None, q_length: int, kv_length: int) -> PackedMask | None:
     """The mask if `mask_function` is the causal one of packed sequences, perhaps with a window, and nothing else hides or shows a key."""
