@@ -159,3 +159,21 @@ def test_a_refusal_names_its_reasons_under_compilation(fullgraph, dynamic):
     with pytest.raises(Exception, match=r"backend 'volta' cannot run(.|\n)*volta: "):
         run(q, k, v)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: saccade.attention(x, x, x, return_lse=True, backend="short"),
+        lambda x: saccade.nm_sparse_attention(x, x * 2, x, backend="masked"),
+        lambda x: saccade.dynamic_mask_attention(x, x, x, x[..., 0], keep=4),
+    ],
+    ids=["attention", "nm_sparse_attention", "dynamic_mask_attention"],
+)
+def test_one_tensor_in_several_places(run):
+    """torch 2.13 takes no tensor of an autograd.Function twice."""
+    x = tensor(*SHAPE)
+    actual, expected = (
+        torch.autograd.grad(torch.cat([y.flatten() for y in by(x)]).square().sum(), x) for by in (compiled(run), run)
+    )
+    torch.testing.assert_close(actual, expected)

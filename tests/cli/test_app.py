@@ -236,6 +236,8 @@ def test_explain_of_bias_mask_and_window():
         (DescribedCall(documents=True), None, None, "documents is True; attention has no such"),
         (DescribedCall(window="64"), None, None, r"window is '64'; of attention it is \(left, right\), as 64,64 or 64,none"),
         (DescribedCall(window="64,-1"), None, None, r"window is '64,-1'; of attention it is"),
+        (DescribedCall(window="²,3"), None, None, "window is '²,3'; of attention it is"),
+        (DescribedCall(mask="1x²"), None, None, "mask is '1x²'; a shape is written as"),
         (
             DescribedCall(operation="dynamic_mask_attention", keep=4, window="6,4"),
             None,

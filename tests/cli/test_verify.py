@@ -153,6 +153,13 @@ def test_the_interpreters_exit_code_is_that_of_the_command(code, monkeypatch):
     assert verify.run(replace(_selection(["short"]), interpret=True)) == code
 
 
+@pytest.mark.parametrize("device", ["cuda", "nonsense"])
+def test_the_interpreter_runs_on_no_other_device(device, monkeypatch):
+    monkeypatch.setattr(verify, "interpreting_triton", lambda: True)
+    with pytest.raises(InvalidArgument, match=f"device is '{device}'; the interpreter runs on the CPU"):
+        verify.run(replace(_selection(["short"], device=device), interpret=True))
+
+
 def test_the_dtypes_of_a_cpu(checked, monkeypatch):
     for interpreted, dtypes in ((False, ["float32"]), (True, ["float16", "float32"])):
         checked[0].clear()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import saccade
 import saccade.distributed
@@ -37,6 +39,35 @@ def test_refusals_name_what_was_given(two):
             "query has shape [1, 2, 8, 16], key [1, 1, 8, 16], value [1, 1, 8, 16]; torch's ring attention takes"
         )
         assert length == "dim 2 has 6 entries; 2 ranks take a multiple of 4"
+
+
+def _no_tensors(rank, ranks, device):
+    tensors = [torch.randn(1, 2, 8, 16, device=device) for _ in range(3)]
+    mesh = init_device_mesh(device.type, (1, ranks), mesh_dim_names=("a", "b"))
+    sharded = [distribute_tensor(x, mesh["b"], [Shard(2)]) for x in tensors]
+    calls = (
+        lambda: saccade.distributed.attention(None, *tensors[1:]),
+        lambda: saccade.distributed.attention(*sharded),
+        lambda: saccade.distributed.attention(*tensors, group=mesh),
+        lambda: saccade.distributed.head_tail(None, 0),
+        lambda: saccade.distributed.head_tail(tensors[0], 4),
+        lambda: saccade.distributed.head_tail(tensors[0], True),
+    )
+    found = []
+    for call in calls:
+        with pytest.raises(saccade.InvalidArgument) as raised:
+            call()
+        found.append(str(raised.value))
+    return found
+
+
+def test_what_is_no_tensor_no_dim_and_no_group(two):
+    for nothing, sharded, mesh, tensor, *dims in two(_no_tensors):
+        assert nothing == "query is a NoneType; it must be a torch.Tensor"
+        assert sharded.startswith("query is a DTensor, a subclass of torch.Tensor with operations of its own")
+        assert mesh.startswith("group is a device mesh of 2 dimensions; it must be ")
+        assert tensor == "tensor is a NoneType; it must be a torch.Tensor"
+        assert dims == [f"dim is {dim}; the tensor has 4 dims, so it must be a whole number from -4 to 3" for dim in (4, True)]
 
 
 def _head_tail(rank, ranks, device):

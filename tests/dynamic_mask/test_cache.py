@@ -537,3 +537,14 @@ def test_a_copy_of_a_cache_plans_its_own_launches(copied):
         out = other.attend(*pieces[i], enable_gqa=True, backend="decode")
         torch.testing.assert_close(out, expected[:, :, i : i + 1], **CLOSE)
     assert cache.seen.tolist() == [3, 3]
+
+
+def test_autocast_casts_query_key_and_value_alone():
+    """As in `dynamic_mask_attention`: a rotary embedding leaves queries and keys in float32, beside values of a projection."""
+    query, key, value = (torch.randn(1, 2, 12, 16, device=DEVICE) for _ in "qkv")
+    scores, found, expected = torch.randn(1, 2, 12, device=DEVICE), saccade.DynamicMaskCache(4), saccade.DynamicMaskCache(4)
+    for part in (slice(7), slice(7, 8), slice(8, 12)):
+        rows = [x[:, :, part] for x in (query, key, value)]
+        with torch.autocast(DEVICE, torch.bfloat16):
+            out = found.attend(*rows[:2], rows[2].bfloat16(), scores[:, :, part])
+        assert torch.equal(out, expected.attend(*(x.bfloat16() for x in rows), scores[:, :, part]))

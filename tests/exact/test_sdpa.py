@@ -704,3 +704,13 @@ def test_so_has_one_whose_call_needs_no_closer_look(rows, queries, keys):
     bias = torch.randn(queries, keys, requires_grad=True)
     saccade.attention(q, k, v, attn_mask=bias).sum().backward()
     assert torch.equal(bias.grad, torch.zeros_like(bias))
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1,), (1, 2, 1, 1)], ids=str)
+def test_a_bias_that_broadcasts_over_no_key_adds_nothing(shape):
+    bias = torch.ones(shape, requires_grad=True)
+    q, k, v = (torch.randn(1, 2, n, 16) for n in (4, 0, 0))
+    out = saccade.attention(q, k, v, attn_mask=bias)
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(bias.grad, torch.zeros_like(bias))

@@ -113,7 +113,7 @@ def called(positions, batch, layer_idx):
     return found, torch.cat(whole, 2).transpose(1, 2)
 
 
-@pytest.mark.parametrize("batches", [(3, 1, 2), (1, 3)], ids=str)
+@pytest.mark.parametrize("batches", [(3, 1, 2), (1, 3), (0, 2)], ids=str)
 def test_positions_of_one_row_serve_batches_of_any_size(batches):
     positions = packed(rows())["position_ids"]
     for batch in batches:

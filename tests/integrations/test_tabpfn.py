@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import saccade
 from saccade import SaccadeError, UnsupportedProblem
 from saccade.integrations import tabpfn
 from saccade.integrations.tabpfn import SaccadeBackend, register, unregister
@@ -54,6 +55,16 @@ def test_it_takes_what_its_kernels_are_best_at(monkeypatch):
         assert not backend.is_preferred(replace(Spec(), **change)), change
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not backend.is_preferred(Spec())
+
+
+def test_a_choice_made_while_saccade_is_disabled_ends_with_the_block(monkeypatch):
+    monkeypatch.setattr(tabpfn, "arch_of", lambda device: 90)
+    backend, spec = SaccadeBackend(), Spec(batch_size=19_999)
+    with saccade.disabled():
+        assert not backend.is_preferred(spec)
+    assert backend.is_preferred(spec)
+    with saccade.disabled():
+        assert not backend.is_preferred(spec)
 
 
 def test_a_quantised_cache_is_refused():

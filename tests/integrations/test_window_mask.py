@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy
 import pytest
 import torch
 
@@ -193,3 +194,20 @@ def test_the_mask_lends_its_memory_through_dlpack():
     """An unformed mask has none: its address is null."""
     mask = WindowMask(2, 5, (2, 1), torch.device("cpu"))
     assert torch.equal(torch.from_dlpack(mask), mask.formed())
+
+
+def test_the_mask_is_shared():
+    """torch would share the memory at its address, which is null: a segmentation fault."""
+    mask = WindowMask(2, 5, (2, 1), torch.device("cpu"))
+    expected = mask.clone()
+    assert mask.share_memory_() is mask
+    assert mask.formed().is_shared()
+    assert torch.equal(mask.clone(), expected)
+
+
+def test_the_mask_is_read_as_numbers():
+    mask = WindowMask(2, 5, (2, 1), torch.device("cpu"))
+    expected = mask.clone()
+    assert mask.tolist() == expected.tolist()
+    assert (mask.numpy() == expected.numpy()).all()
+    assert numpy.asarray(mask).shape == (2, 1, 5, 5)

@@ -165,3 +165,24 @@ def test_what_is_refused(call, error, message):
 def test_the_kernels_say_what_they_need():
     with pytest.raises(saccade.UnsupportedProblem, match="needs a CUDA device, got cpu"):
         scores(QUERY, QUERY, pattern="1:2", backend="mma_sp")
+
+
+def test_scores_that_were_overwritten_are_weights():
+    query, key, value = (torch.randn(1, 2, 8, 16) for _ in "qkv")
+    scores = saccade.nm_sparse.scores(query, key, pattern="1:2")
+    expected = scores.softmax()
+    assert torch.equal(scores.softmax_().to_dense(), expected.to_dense())
+    assert torch.equal(scores.to_dense(), expected.to_dense())
+    assert torch.equal(scores.matmul(value), expected.matmul(value))
+    with pytest.raises(saccade.InvalidArgument, match="softmax was already taken"):
+        scores.softmax()
+
+
+def test_autocast_casts_values_as_it_casts_scores():
+    query, key, value = (torch.randn(1, 2, 8, 16) for _ in "qkv")
+    whole = saccade.nm_sparse.scores(query, key, pattern="1:2").softmax()
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = saccade.nm_sparse.scores(query, key).softmax()
+        assert torch.equal(weights.matmul(value), weights.matmul(value.bfloat16()))
+        # made outside: their dtype counts
+        assert whole.matmul(value).dtype == torch.float32

@@ -132,3 +132,22 @@ def test_bad_inputs():
         module()(torch.randn(2, 5, 31))
     with pytest.raises(saccade.InvalidArgument, match="a cache holds one document per row"):
         module()(torch.randn(1, 5, 32), cache=saccade.DynamicMaskCache(4), document_ids=torch.zeros(1, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_rotary_embeddings_of_float32_serve_a_layer_of_16_bits(autocast, cached):
+    layer, hidden, angles = (
+        module(keep=20),
+        torch.randn(2, 20, 32),
+        torch.rand(20, 8),
+    )  # all kept: scores of 16 bits rank other keys
+    rotary, cache = (angles.cos(), angles.sin()), saccade.DynamicMaskCache(20) if cached else None
+    with torch.no_grad():
+        expected = layer(hidden, rotary)
+        if not autocast:
+            layer, hidden = layer.bfloat16(), hidden.bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = layer(hidden, rotary, cache=cache)
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - expected).norm() < 0.05 * expected.norm()

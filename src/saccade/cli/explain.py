@@ -174,7 +174,7 @@ def _window_of(call: DescribedCall) -> dict[str, Any]:
     if call.window is None:
         return {"window": 0 if keys else None}
     ends = [None if part.strip() == "none" else part.strip() for part in call.window.split(",")]
-    if len(ends) != (1 if keys else 2) or not all(end is None or end.isdigit() for end in ends) or (keys and ends[0] is None):
+    if len(ends) != (1 if keys else 2) or not all(end is None or end.isdecimal() for end in ends) or (keys and ends[0] is None):
         form = "a number of keys, as 64" if keys else "(left, right), as 64,64 or 64,none"
         raise InvalidArgument(f"window is {call.window!r}; of {call.operation} it is {form}")
     numbers = [None if end is None else int(end) for end in ends]
@@ -212,7 +212,7 @@ def _mask_of(call: DescribedCall, dtype: torch.dtype) -> torch.Tensor | None:
 
 def _shape(name: str, text: str) -> tuple[int, ...]:
     parts = text.split("x")
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise InvalidArgument(f"{name} is {text!r}; a shape is written as 1x8x128x128")
     shape = tuple(map(int, parts))
     _check_size(name, shape)

@@ -81,6 +81,10 @@ class Tally:
 
 def run(selection: Selection) -> int:
     """Verify and print; 0 if every budget is met, 1 if not."""
+    if selection.interpret and selection.device not in (None, "cpu"):
+        raise InvalidArgument(
+            f"device is {selection.device!r}; the interpreter runs on the CPU, leave one of --interpret and --device out"
+        )
     if selection.interpret and not interpreting_triton():
         command = [sys.executable, "-m", "saccade", "verify", *selection.arguments()]
         return subprocess.run(command, env=interpreting_environment(), check=False).returncode

@@ -20,12 +20,13 @@ def group_of(group: Any) -> tuple[Any, int, int]:
         raise InvalidArgument(
             "there is no process group; call torch.distributed.init_process_group first, in a program that torchrun starts"
         )
+    allowed = "it must be a process group that this rank is in, a device mesh of one dimension or None"
     if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise InvalidArgument(f"group is a device mesh of {group.ndim} dimensions; {allowed}")
         group = group.get_group()
     elif group is not None and not isinstance(group, dist.ProcessGroup):
-        raise InvalidArgument(
-            f"group is {group!r}; it must be a process group that this rank is in, a device mesh of one dimension or None"
-        )
+        raise InvalidArgument(f"group is {group!r}; {allowed}")
     rank = dist.get_rank(group)
     if rank < 0:
         raise InvalidArgument(f"rank {dist.get_rank()} is not in the group; only the ranks of a group call an operation on it")

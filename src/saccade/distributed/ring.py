@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.distributed.groups import group_of
-from saccade.engine.arguments import check_flag
+from saccade.engine.arguments import check_flag, check_tensors, shown
 from saccade.engine.first_order import first_order
+from saccade.engine.kinds import check_kinds
 from saccade.engine.torch_sdpa import torch_attention
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.exact import api as one_device
@@ -48,7 +49,7 @@ def attention(
         out `[B, H, n, D]`.
 
     Raises:
-        InvalidArgument: no process group; or query, key and value differ in shape.
+        InvalidArgument: no process group; or query, key and value are no plain tensors of one shape.
         UnsupportedProblem: this torch has no ring attention, or none for these tensors.
     """
     group, _, ranks = group_of(group)
@@ -58,6 +59,8 @@ def attention(
         assert isinstance(found, Tensor)
         return found
     context = _torch_context()
+    check_tensors(query, key, value)
+    check_kinds(query=query, key=key, value=value)
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         raise UnsupportedProblem(
             f"torch's ring attention has no kernel for {query.dtype} on {query.device}; it takes bfloat16 and float16 on a CUDA device"
@@ -83,9 +86,16 @@ def head_tail(tensor: Tensor, dim: int, group: Any = None) -> Tensor:
         the two chunks one behind the other, `1 / P` of the entries of `dim`; a copy.
 
     Raises:
-        InvalidArgument: no process group; or `dim` has no multiple of 2 P entries.
+        InvalidArgument: no process group, tensor or such a dim; or `dim` has no multiple of 2 P entries.
     """
     _, rank, ranks = group_of(group)
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(f"tensor is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if isinstance(dim, bool) or dim not in range(-tensor.dim(), tensor.dim()):
+        most = tensor.dim()
+        raise InvalidArgument(
+            f"dim is {shown(dim)}; the tensor has {most} dims, so it must be a whole number from {-most} to {most - 1}"
+        )
     if tensor.shape[dim] % (2 * ranks):
         raise InvalidArgument(f"dim {dim} has {tensor.shape[dim]} entries; {ranks} ranks take a multiple of {2 * ranks}")
     chunks = tensor.chunk(2 * ranks, dim)

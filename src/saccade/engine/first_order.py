@@ -28,7 +28,17 @@ def applied(function: type[torch.autograd.Function], problem: Any, backend: str,
             raise UnsupportedProblem(_refusal("a transform of torch.func", problem, backend))
         if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in args):
             raise UnsupportedProblem(_refusal("forward-mode AD", problem, backend))
+    else:
+        args = _apart(args)
     return function.apply(*args)
+
+
+def _apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with a view for a tensor that is among those before it: torch.compile takes no tensor of an autograd.Function twice."""
+    made: list[Any] = []
+    for x in args:
+        made.append(x.view_as(x) if isinstance(x, Tensor) and any(x is other for other in made) else x)
+    return tuple(made)
 
 
 def _has_tangent(argument: Any) -> bool:

@@ -151,8 +151,8 @@ def _run(call: _Call, args: AttentionArgs, problem: Problem) -> Tensor:
             enable_gqa=call.grouped,
         )
     if empty and call.added is not None and call.added.requires_grad:
-        # of no element where out has any: torch's function leaves a bias without a gradient
-        out = out + call.added.sum().to(out.dtype)
+        # a sum of no element: torch's function leaves a bias without a gradient
+        out = out + call.added[..., :0].sum().to(out.dtype)
     if on_gpu and out.requires_grad and not torch.compiler.is_compiling():
         # torch's backward reads a misaligned gradient without a check: "misaligned address"
         out.register_hook(_like(out.stride()) if "Cudnn" in type(out.grad_fn).__name__ else _aligned)

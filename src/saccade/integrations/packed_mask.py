@@ -53,13 +53,6 @@ class PackedMask(UnformedMask):
     def _again(self, memo: dict[int, Any]) -> PackedMask:
         return PackedMask(copy.deepcopy(self.numbers, memo), self.window)
 
-    def share_memory_(self) -> PackedMask:
-        """Move what the mask consists of to shared memory; it has none of its own."""
-        for part in (self.numbers, self.ends, self._formed):
-            if part is not None:
-                part.share_memory_()
-        return self
-
 
 def packed_mask(mask_function: Any, attention_mask: Tensor | None, q_length: int, kv_length: int) -> PackedMask | None:
     """The mask if `mask_function` is the causal one of packed sequences, perhaps with a window, and nothing else hides or shows a key."""
@@ -75,7 +68,7 @@ def packed_mask(mask_function: Any, attention_mask: Tensor | None, q_length: int
 def _ends(numbers: Tensor) -> tuple[Tensor, int]:
     begins = torch.nn.functional.pad(numbers.diff(dim=1) != 0, (1, 0), value=True)
     ends = torch.nn.functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=numbers.numel())
-    return ends.to(torch.int32), int(ends.diff().max())
+    return ends.to(torch.int32), int(ends.diff().max()) if numbers.numel() else 0
 
 
 def _sequence_numbers(mask_function: Any) -> tuple[Tensor | None, Window | None]:

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from saccade.engine.arguments import shown
 from saccade.engine.dispatch import choose
+from saccade.engine.switch import is_disabled
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention
 from saccade.exact.backends import BACKENDS
@@ -30,7 +31,8 @@ class SaccadeBackend:
     def is_preferred(self, spec: Any) -> bool:
         """Whether `auto` would run a kernel of ours for a call of this geometry; never on a CPU, nor while a graph is traced, where
         sizes may be symbols."""
-        if spec.device.type != "cuda" or torch.compiler.is_compiling():
+        # a choice is remembered, and must not be one of `saccade.disabled()`
+        if spec.device.type != "cuda" or torch.compiler.is_compiling() or is_disabled():
             return False
         if None in (spec.batch_size, spec.seq_len_q, spec.seq_len_kv):
             return False

@@ -46,6 +46,21 @@ class UnformedMask(Tensor):
         # torch would hand out the address of its memory, which is null
         return self.formed().__dlpack__(**options)
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of a plain tensor; torch refuses that of subclasses, which have memory of their own."""
+        return self.formed().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of a plain tensor."""
+        return self.formed().tolist()
+
+    def share_memory_(self) -> Self:
+        """Move what the mask consists of to shared memory; it has none of its own."""
+        for part in vars(self).values():
+            if isinstance(part, Tensor):
+                part.share_memory_()
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         made = self._again(memo)
         # what somebody computed with it may have changed it

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-_recomputing = False
+from saccade.nm_sparse.blocks import Setting
+
+_recomputing = Setting()
 
 
 @contextlib.contextmanager
@@ -13,22 +15,19 @@ def recompute_selection(enabled: bool = True) -> Iterator[None]:
     """A context in which calls of `nm_sparse_attention` store no selection; backward runs their forward again to obtain it.
 
     Between forward and backward this saves one bit per score, `B * H * Tq * Tk / 8` bytes per call; it costs one forward. The
-    gradients are bitwise the same. For whole layers, `torch.utils.checkpoint` does the same.
+    gradients are bitwise the same. For whole layers, `torch.utils.checkpoint` does the same. All threads are affected; blocks may be nested and
+    overlap, and the newest counts.
 
     Args:
         enabled: False stores the selection again inside such a context.
     """
-    global _recomputing
-    before, _recomputing = _recomputing, enabled
-    try:
+    with _recomputing.block(enabled):
         yield
-    finally:
-        _recomputing = before
 
 
 def keeps_selection() -> bool:
     """Whether a forward stores its selection for backward."""
-    return not _recomputing
+    return not _recomputing.on
 
 
 def words_of(kv_len: int, group: int) -> int:

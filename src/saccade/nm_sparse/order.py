@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-_unordered = False
+import torch
+
+from saccade.nm_sparse.blocks import Setting
+
+_unordered = Setting()
 
 
 @contextlib.contextmanager
@@ -15,19 +19,16 @@ def unordered_gradients(enabled: bool = True) -> Iterator[None]:
     By default gradients are the same bits every run. On sm_90 with 2:4 or 1:2, D from 65 to 128 and at least 1,024 queries and keys (D up to
     64: 8,192), without dropout and a block mask, backward then is 1.08 to 1.23 times as fast as by default's two passes on an H200; `dq`
     differs from run to run by the rounding of a float32 sum of `Tk / 128` terms. Everywhere else nothing changes. The call of
-    `backward` has to be inside the context; the forward may be outside.
+    `backward` has to be inside the context; the forward may be outside. All threads are affected; blocks may be nested and overlap, and the
+    newest counts. Under `torch.use_deterministic_algorithms(True)` nothing changes.
 
     Args:
         enabled: False gives gradients the same bits again inside such a context.
     """
-    global _unordered
-    before, _unordered = _unordered, enabled
-    try:
+    with _unordered.block(enabled):
         yield
-    finally:
-        _unordered = before
 
 
 def adds_in_order() -> bool:
     """Whether a backward pass has to add in order."""
-    return not _unordered
+    return not _unordered.on or torch.are_deterministic_algorithms_enabled()

@@ -74,8 +74,10 @@ class NMWeights:
         return self._softmax(None)
 
     def softmax_(self) -> NMWeights:
-        """`softmax` into the memory of these scores, which are overwritten."""
-        return self._softmax(self.values)
+        """`softmax` into the memory of these scores, which are weights then, too."""
+        found = self._softmax(self.values)
+        object.__setattr__(self, "fill", found.fill)  # frozen for everybody else
+        return found
 
     def matmul(self, value: Tensor, enable_gqa: bool = False) -> Tensor:
         """The product with `value`, on sparse tensor cores where available.
@@ -93,6 +95,8 @@ class NMWeights:
 
         This is a product and not attention: a kept weight of 0 times a NaN value is NaN, also for a key that was masked.
         """
+        if autocast(value)[0] is not value:
+            value = value.to(self.dtype)  # as `scores` was cast, if it was
         self._check_value(value, enable_gqa)
         if _chosen(self.backend, value, self.shape[3]) == "reference":
             with uncast(value):

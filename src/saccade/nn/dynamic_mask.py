@@ -167,7 +167,7 @@ def _check_rotary(given: Any, shape: tuple[int, int, int], device: torch.device)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of `[B, H, S, D]`, pairing the two halves of D as in Llama."""
+    """Rotary embedding of `[B, H, S, D]`, pairing the two halves of D as in Llama, in the dtype of x."""
     cos, sin = (t.unsqueeze(-3) if t.dim() == 3 else t for t in (cos, sin))
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

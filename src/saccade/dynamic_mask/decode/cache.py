@@ -16,7 +16,7 @@ from saccade.dynamic_mask.decode.entries import Entries, accepted_of, real_of, r
 from saccade.dynamic_mask.problem import DynamicMaskProblem, check_selection_values, describe_dynamic_mask
 from saccade.engine.arguments import check_choice, check_count, check_flag, check_keep, check_lengths
 from saccade.engine.backend import Backend
-from saccade.engine.calls import gradient_needed, values_known
+from saccade.engine.calls import autocast, gradient_needed, values_known
 from saccade.engine.dispatch import choose, why_not
 from saccade.engine.kinds import check_kinds
 from saccade.engine.lengths import checked_lengths
@@ -133,6 +133,7 @@ class DynamicMaskCache:
                 "train with saccade.dynamic_mask_attention over whole sequences"
             )
         check_choice("padding_side", padding_side, ("right", "left"))
+        query, key, value = autocast(query, key, value)
         self._waiting = None
         if padding_side == "left" and lengths is not None:
             self._check(query, key, value, key_scores, lengths)

@@ -1,0 +1,38 @@
+"""A setting that `with` blocks change for the whole process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class Setting:
+    """`on` is what the newest block says that runs in any thread, and False without one. Blocks of threads overlap, so that none of them can put back
+    what it found."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._lock = threading.Lock()
+        self._running: list[list[bool]] = []
+
+    @contextlib.contextmanager
+    def block(self, on: bool) -> Iterator[None]:
+        """A block that says `on`."""
+        mine = [on]  # a list, as it is told from others by what it is
+        with self._alone():
+            self._running = [*self._running, mine]
+            self.on = on
+        try:
+            yield
+        finally:
+            with self._alone():
+                self._running = [block for block in self._running if block is not mine]
+                self.on = self._running[-1][0] if self._running else False
+
+    def _alone(self) -> contextlib.AbstractContextManager[Any]:
+        # torch.compile traces no lock, and a graph changes nothing outside of it
+        return contextlib.nullcontext() if torch.compiler.is_compiling() else self._lock
