@@ -1,9 +1,10 @@
 """The functions of flash-attn 2 by their names and argument orders, so that `import saccade.flash_attn_interface as flash_attn` serves code written for it.
 
-Tensors are laid out as there: `[B, S, H, D]`, packed `[T, H, D]`. A causal mask and a window are aligned with the last key (lower right), and -1 is no limit
-of a window. An argument without a counterpart here (ALiBi slopes, soft caps, paged keys, the sinks that FlashAttention-3 calls `s_aux`) raises `InvalidArgument`, and so does a tensor of
-another shape. With `deterministic=True` a kernel of ours computes a call that needs a gradient, since torch's add dq in another order from run to run; a call that
-none of ours takes is refused. `torch.use_deterministic_algorithms(True)` holds for every call. Source: Dao, FlashAttention-2 (2023), and the signatures of its package.
+Tensors are laid out as in flash-attn: `[B, S, H, D]`, packed `[T, H, D]`. A causal mask and a window are aligned with the last key (lower right), and -1 is no
+limit of a window. Arguments without a counterpart here raise `InvalidArgument`: ALiBi slopes, soft caps, paged keys, and the sinks that FlashAttention-3 calls
+`s_aux`. With `deterministic=True` on a GPU, a kernel of ours computes every call that needs a gradient, since torch's kernels add dq in varying order. If none of
+ours supports the call, it is refused. `torch.use_deterministic_algorithms(True)` holds for every call. Source: Dao, FlashAttention-2 (2023), and the signatures of
+its package.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ def flash_attn_varlen_func(
 
     Returns:
         out `[Tq, H, D]`, or `(out, lse, None)` with lse float32 `[H, Tq]`.
+
+    Raises:
+        InvalidArgument: a bad argument, or one without a counterpart here.
+        UnsupportedProblem: on a GPU with `deterministic=True`, a call that needs a gradient and that no kernel of ours supports.
     """
     _refuse(softcap, alibi_slopes, block_table, s_aux)
     causal, window = check_flag("causal", causal), _window(window_size)
@@ -115,6 +120,10 @@ def flash_attn_varlen_qkvpacked_func(
 
     Returns:
         out `[T, H, D]`, or `(out, lse, None)` with lse float32 `[H, T]`.
+
+    Raises:
+        InvalidArgument: a bad argument, or one without a counterpart here.
+        UnsupportedProblem: on a GPU with `deterministic=True`, a call that needs a gradient and that no kernel of ours supports.
     """
     _refuse(softcap=softcap, alibi_slopes=alibi_slopes)
     _check_shape("qkv", qkv, ("T", 3, "H", "D"))
@@ -163,6 +172,10 @@ def flash_attn_func(
 
     Returns:
         out `[B, Tq, H, D]`, or `(out, lse, None)` with lse float32 `[B, H, Tq]`.
+
+    Raises:
+        InvalidArgument: a bad argument, or one without a counterpart here.
+        UnsupportedProblem: on a GPU with `deterministic=True`, a call that needs a gradient and that no kernel of ours supports.
     """
     _refuse(softcap, alibi_slopes, s_aux=s_aux)
     causal, window = check_flag("causal", causal), _window(window_size)
@@ -210,6 +223,10 @@ def flash_attn_qkvpacked_func(
 
     Returns:
         out `[B, S, H, D]`, or `(out, lse, None)` with lse float32 `[B, H, S]`.
+
+    Raises:
+        InvalidArgument: a bad argument, or one without a counterpart here.
+        UnsupportedProblem: on a GPU with `deterministic=True`, a call that needs a gradient and that no kernel of ours supports.
     """
     _check_shape("qkv", qkv, ("B", "S", 3, "H", "D"))
     query, key, value = qkv.unbind(2)

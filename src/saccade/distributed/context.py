@@ -99,16 +99,16 @@ def dynamic_mask_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`saccade.dynamic_mask_attention`, causal, over a sequence of which each rank of a group holds one stretch.
+    """`saccade.dynamic_mask_attention`, causal, over a sequence of which each rank of a group holds one contiguous stretch.
 
-    The sequence is the stretches of rank 0, 1, 2, .. one behind another. The result is that of one device that holds all of it: the
-    kept keys are the same bit for bit. A query of rank r can see no more than the `keep` best keys of ranks 0 to r - 1, so each rank
-    offers the `keep` best of its own stretch (rows of K and V, and scores), all offers are exchanged, and each rank attends over its
-    stretch with the `keep` best offers of the ranks before it in front: P * keep rows travel, however long the sequence is. In
-    backward the gradients of those rows travel back.
+    The sequence is the stretches of rank 0, 1, 2, .. one behind another. The result, `softmax(scale * Q K^T + key_scores) V` over the kept keys,
+    is that of one device that holds all of it: the kept keys are exactly the same. A query of rank r can see no more than the `keep` best keys
+    of ranks 0 to r - 1. So each rank offers the `keep` best keys of its own stretch (rows of K and V, and scores), and all offers are exchanged.
+    Each rank then attends over its stretch with the `keep` best offers of the ranks before it in front. P * keep rows are exchanged, however
+    long the sequence is. In backward the gradients of those rows return.
 
-    Every rank does the same work, the first one a little less, because a query attends to `keep` keys wherever it stands. Stretches
-    are therefore contiguous; there is no zigzag order, which dense causal attention needs for balance.
+    Every rank does the same work, the first one slightly less, because a query attends to `keep` keys at any position. Stretches are therefore
+    contiguous. The zigzag order that dense causal attention needs for balance is not needed.
 
     Args:
         query: `[B, H, n, D]` of this rank's stretch; n may differ from rank to rank, and be 0.

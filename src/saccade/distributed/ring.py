@@ -30,7 +30,7 @@ def attention(
     is_causal: bool = True,
     scale: float | None = None,
 ) -> Tensor:
-    """Exact attention over a sequence of which each rank of a group holds an equal part, by torch's ring attention.
+    """Exact attention, `softmax(scale * Q K^T) V`, over a sequence of which each rank of a group holds an equal part, by torch's ring attention.
 
     It is `torch.distributed.tensor.experimental.context_parallel` for one call: every rank sees the keys of all others in turn, n
     rows of K and of V travel in forward, and again with their gradients in backward. If every query needs only some keys,

@@ -209,32 +209,37 @@ def _implementation(one: Served | Batched) -> str | None:
 def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None) -> Optimized:
     """Run the encoders inside a model without padding, and on a GPU from CUDA graphs, in inference and in training.
 
-    The model is changed in place; its inputs, outputs, parameters and names stay as they are. A padded batch goes in, the real tokens are packed
-    into one row, the model's own forward computes them, and the rows are put back; padded positions of the output are 0. On a GPU the packed
-    forward is captured in a CUDA graph for each capacity (sizes an eighth apart) and replayed; with a gradient, forward and backward are.
-    `encode` of a `SentenceTransformer` and `predict` of a `CrossEncoder` tokenise in threads, while the encoder runs.
-    Towers of images, and the text towers beside them, have nothing to pack. On a GPU they are captured by batch size; on a CPU they are stock.
-    Text encoders that cannot be packed, such as MPNet, DeBERTa and T5's encoder, keep their own attention and their padding. On a GPU they are captured
-    by batch size and width; on a CPU they are stock.
+    The model is changed in place; its inputs, outputs, parameters and names stay as they are. Below, *stock* means as it was before.
+
+    * Text encoders are packed. A padded batch goes in, its real tokens are packed into one row, the model's own forward computes them, and the
+      outputs are put back into their padded places. Padded positions of the output are 0. On a GPU the packed forward is captured in a CUDA graph
+      for each capacity and replayed. A capacity is the number of tokens that a graph has room for; they are about an eighth apart. If a gradient
+      is needed, backward is captured too.
+    * `encode` of a `SentenceTransformer` and `predict` of a `CrossEncoder` tokenise in threads while the encoder runs.
+    * Image towers, and the text towers beside them, have nothing to pack. On a GPU they are captured for each batch size; on a CPU they are stock.
+    * Text encoders that cannot be packed, such as MPNet, DeBERTa and T5's encoder, keep their own attention and their padding. On a GPU they are
+      captured for each batch size and width; on a CPU they are stock.
 
     Args:
         model: an encoder of transformers, with or without a head; ViT, CLIP, SigLIP or DINOv2; timm's `VisionTransformer`; a
-            `SentenceTransformer`, `CrossEncoder` or `SparseEncoder`; or any module that holds one. Ids on the host are packed there, and brought to the GPU in one copy.
-        memory: the share of the GPU's free memory that graphs may hold, above 0 and at most 1; the least recently used leave first.
-        fuse: on a GPU, torch.compile fuses what lies between the matrix products, and query, key and value take one product. Each mode and dtype is
-            compiled once for all sizes, before its first capture, in some 5 to 35 s; `explain()` shows the time. The weights of one product move
-            side by side, each a tensor of its own. False leaves it out. None, the default, is True for packed encoders and for the towers of
-            transformers; nothing else is fused.
+            `SentenceTransformer`, `CrossEncoder` or `SparseEncoder`; or any module that holds one. Ids on the host are packed there, and copied
+            to the GPU once.
+        memory: the share of the GPU's free memory that graphs may hold, above 0 and at most 1. The least recently used graphs are freed first.
+        fuse: on a GPU, torch.compile fuses the operations between the matrix products, and query, key and value become one
+            product. Each mode and dtype is compiled once for all sizes, before its first capture, in some 5 to 35 s; `explain()` shows the time.
+            The weights of that product are moved side by side in memory, each still a tensor of its own. False turns fusion off. None, the
+            default, turns it on for packed encoders and for the towers of transformers; nothing else is fused.
 
     Returns:
-        a handle with `explain()`, `prepare(...)` and `restore()`, which is a context manager too.
+        a handle with `explain()`, `prepare(...)`, `capture(...)` and `restore()`. As a context manager it restores at the end of the block.
 
     Raises:
-        InvalidArgument: no module, a share that is none, or no encoder that can be served; says why.
+        InvalidArgument: `model` is no module, is optimised already, or holds no encoder that can be optimised (the message says why); or
+            `memory` or `fuse` has another value than those above.
         SaccadeError: transformers is not installed.
 
-    Calls that do not fit run as before, one by one: `output_attentions`, `output_hidden_states`, a cache, 4-D masks, embeddings in place of ids, tokens
-    that mask 0 hides although they are no padding, hooks inside of the encoder, traced and captured calls. `explain()` says why.
+    Some calls run stock, and `explain()` says why: those with `output_attentions`, `output_hidden_states`, a cache, 4-D masks or embeddings in
+    place of ids; those whose mask hides tokens that are no padding; those of encoders with hooks inside; traced and captured calls.
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"model is a {type(model).__name__}; it must be a torch.nn.Module")

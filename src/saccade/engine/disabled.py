@@ -10,7 +10,7 @@ from saccade.engine import prepare, switch
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Run every call of this process by torch's own operations while the block runs, to find out whether a kernel of ours is at fault.
+    """Run every call of this process by torch's own operations inside the block, to find out whether a kernel of ours is at fault.
 
         with saccade.disabled():
             out = model(x)  # a result that stays wrong is not ours

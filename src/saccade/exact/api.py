@@ -113,15 +113,15 @@ def attention(
 
     Args:
         query: `[B, H, Tq, D]`, or jagged nested tensors `[B, H, j, D]`, which `attention_varlen` computes, or DTensors sharded by
-            batch or heads. Windows of images, `[images, W, H, Tq, D]`, are batch rows of their own where `attn_mask` has a bias
-            for each of the W windows. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch;
-            differing batches, ranks and numbers of heads are broadcast as in torch.
+            batch or heads. Image windows are `[images, W, H, Tq, D]`, with an `attn_mask` that has a bias for each of the W windows.
+            Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch. Batches, ranks and numbers of heads
+            that differ are broadcast as in torch.
         key: `[B, Hkv, Tk, D]`.
         value: `[B, Hkv, Tk, D]`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
-            `[B, H, Tq, Tk]`; or a causal bias of `torch.nn.attention.bias`. Of windows a floating `[W, H, Tq, Tk]` (H, Tq and Tk may be 1) is read where it lies, and its
-            gradient is summed over the images. Excludes `is_causal`. As in torch, a NaN in a masked key may reach the output;
-            `lengths` prevents this.
+            `[B, H, Tq, Tk]`; or a causal bias of `torch.nn.attention.bias`. For image windows, a floating `[W, H, Tq, Tk]` (H, Tq and
+            Tk may be 1) is read without a copy, and its gradient is summed over the images. Excludes `is_causal`. As in torch, a NaN
+            in a masked key may reach the output; `lengths` prevents this.
         dropout_p: probability of dropping a weight, `0 <= dropout_p < 1`. The Philox key is drawn from torch's generator of the
             device, so dropout follows `torch.manual_seed`. As in torch, it is applied whenever it is above 0.
         is_causal: key j is visible to query i if j <= i (upper-left, as torch).
@@ -129,19 +129,20 @@ def attention(
         enable_gqa: grouped-query attention: `Hkv` may be a divisor of `H`; otherwise it is `H`.
         lengths: int32 or int64 `[B]`, number of real keys of each batch row. Keys beyond it are invisible and may hold anything,
             NaN included. The values are checked, which waits for the device once for each tensor.
-        window: `(left, right)`: query i sees the keys i - left to i + right; None for no limit on a side. Both are counted from the first token, as
-            a causal mask is. With `is_causal=True` a key must lie within both. Cost and memory grow with the tokens times the width of the
+        window: `(left, right)`: query i sees the keys i - left to i + right; None for no limit on a side. It is aligned upper left, as a causal
+            mask is. With `is_causal=True` a key must lie within both. Cost and memory grow with the tokens times the width of the
             window, at any length. Excludes `attn_mask`. As under a mask, a NaN beyond the window may reach the output.
-        key_mask: bool `[B, Tk]`, True = visible to the queries of that batch row (of windows `[images, W, Tk]`). Beside a bias that batch rows
-            share, as structure models have them, it needs no tensor of both. Excludes `is_causal` and `window`.
-        return_lse: also return the natural log-sum-exp of the scores, float32 `[B, H, Tq]` (differentiable).
+        key_mask: bool `[B, Tk]`, True = visible to the queries of that batch row (for image windows `[images, W, Tk]`). If batch rows share a
+            bias, as in structure models, mask and bias need not be combined into one tensor. Excludes `is_causal` and `window`.
+        return_lse: also return the natural log-sum-exp of the scores, float32 `[B, H, Tq]` (differentiable). Needs tensors of rank 4, or image
+            windows.
         backend: "auto", or the name of one backend, which either runs or raises; see `saccade.explain`.
 
     Returns:
-        out `[B, H, Tq, D]` (a view of `[B, T, H, D]` or `[T, B, H, D]` memory if query is one), or `(out, lse)`; of windows `[images, W, H, Tq, D]`
-        and lse `[images, W, H, Tq]`. A query with no visible key gets
-        out 0, lse -inf and zero gradients. NaN or Inf in visible inputs propagates, but for torch's function on a
-        CPU, which gives 0 for a query whose scores of fewer than 8 keys are all NaN.
+        out `[B, H, Tq, D]` (a view of `[B, T, H, D]` or `[T, B, H, D]` memory if query is one), or `(out, lse)`; for image windows
+        `[images, W, H, Tq, D]` and lse `[images, W, H, Tq]`. A query with no visible key gets out 0, lse -inf and zero gradients.
+        NaN or Inf in visible inputs propagates, except in torch's function on a CPU, which gives 0 for a query whose scores of fewer than
+        8 keys are all NaN.
 
     Raises:
         InvalidArgument: a bad argument, with what was given and what is allowed.

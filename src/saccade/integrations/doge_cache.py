@@ -19,15 +19,16 @@ from saccade.errors import UnsupportedProblem
 
 
 class DogeCache(Cache):
-    """`past_key_values` of a Doge model: the best-scored tokens of each layer and key head, exactly those that later tokens can
-    see.
+    """`past_key_values` of a Doge model: the best-scored tokens of each layer and key head, exactly those that later tokens can see.
 
-    Padding of prompts is not stored; prompts are padded on the left or on the right. Beam search can reorder it. Tokens cannot be
-    removed (`crop`, assisted generation), because an evicted token cannot be restored.
+    Prompts may be padded on the left or on the right; padding is not stored. Beam search can reorder the cache. Tokens cannot be removed
+    (`crop`, assisted generation), because an evicted token cannot be restored.
+
+    Args:
+        config: the config of the model. Each of its `num_hidden_layers` layers keeps `keep_window_size` entries for each key head.
     """
 
     def __init__(self, config: Any) -> None:
-        """config: the config of the model; its `keep_window_size` entries are kept in each of `num_hidden_layers` layers."""
         super().__init__(layers=[KeptLayer(config.keep_window_size) for _ in range(config.num_hidden_layers)])
 
     @property

@@ -169,24 +169,24 @@ def replace_sdpa() -> Replacement:
 
         replacement = saccade.replace_sdpa()  # until replacement.restore()
 
-    The function that stands there meanwhile has torch's signature and meaning: `softmax(scale * Q K^T + mask) V` of `[B, H, T, D]`.
-    A call that `attention` refuses and torch takes (a mask together with `is_causal`) runs torch's function, and so do calls
-    under vmap, jvp and the other transformations of `torch.func`, and tensors of subclasses with a `__torch_function__` of their own.
+    The replacement has torch's signature and result: `softmax(scale * Q K^T + mask) V` of `[B, H, T, D]`.
+    Torch's function still runs a call that `attention` refuses and torch accepts (a mask together with `is_causal`). It also runs calls under
+    vmap, jvp and the other transformations of `torch.func`, and calls with subclasses that have a `__torch_function__` of their own.
     If somebody has chosen among torch's kernels, by `torch.nn.attention.sdpa_kernel` or by a function such as
     `torch.backends.cuda.enable_cudnn_sdp(False)`, torch's function runs every call; `sdpa_kernel(SDPBackend.MATH)` has second derivatives.
-    Dropout follows `torch.manual_seed`, with other draws than torch's where a kernel of saccade runs.
+    Dropout follows `torch.manual_seed`; kernels of saccade draw other numbers than torch's.
 
-    `torch.compile` compiles a function anew where it meets another one in this place than before, so a program that was compiled inside the
-    block is not run outside of it, nor the other way round. A graph of `torch.export`, of AOTInductor or of
-    `torch.fx`, and a captured CUDA graph, no longer look there: they keep the function with which they were made. A choice of kernels is read when a function is compiled.
+    `torch.compile` recompiles a program when the function was replaced or restored since. So a program that was compiled inside the block does
+    not run outside it, nor the other way round. Graphs of `torch.export`, AOTInductor and `torch.fx`, and captured CUDA graphs, keep the
+    function with which they were made. A choice among torch's kernels is read when a program is compiled.
 
-    Replacements may be nested and given up in any order: they are counted, and the last one restores what stood there before the
-    first. All threads see the same function at any time, whichever thread replaced it.
+    Replacements may be nested and undone in any order. They are counted, and the last one restores the function from before the first. All
+    threads see the same function at any time, whichever thread replaced it.
 
     Not reached are:
 
-    * code that took the function itself before, as by `from torch.nn.functional import scaled_dot_product_attention`, and models exported
-      or scripted before; `torch.jit.script` compiles torch's function meanwhile, too;
+    * code that imported the function itself earlier, as by `from torch.nn.functional import scaled_dot_product_attention`, and models exported
+      or scripted earlier; inside the block, too, `torch.jit.script` compiles torch's function;
     * C++ callers, and `torch.ops.aten.scaled_dot_product_attention`;
     * the fast path of `nn.MultiheadAttention`, `nn.TransformerEncoderLayer` and `nn.TransformerEncoder`, which computes attention in C++ in
       eval mode without gradients: `torch.backends.mha.set_fastpath_enabled(False)` turns it off, and the calls are reached. With

@@ -36,6 +36,9 @@ class SelfAttention(Module):
 
     Raises:
         InvalidArgument: a size, probability or input shape is invalid.
+
+    Source:
+        "Fast Attention For Short Sequences" (paper 002), whose kernel takes packed QKV.
     """
 
     def __init__(

@@ -25,11 +25,11 @@ from saccade.errors import InvalidArgument, UnsupportedProblem
 
 
 class DynamicMaskCache:
-    """Keys and values of the `keep` best-scored tokens so far, for each batch row and key head, and with `sinks` and `window` of the first and
-    the newest tokens besides.
+    """A cache for decoding with `dynamic_mask_attention`: keys and values of the `keep` best-scored tokens so far.
 
-    The result is exact: scores do not change, so a key that `keep` others outrank never returns once it has left the window. Memory
-    and the time of a step do not grow with the history.
+    Each batch row and key head has entries of its own. With `sinks` and `window`, the cache also keeps the first and the newest tokens. The
+    result is exact: scores do not change, so a key that `keep` others outrank never returns once it has left the window. Neither memory nor
+    the time of a step grows with the history.
 
         cache = DynamicMaskCache(keep=1024)
         out = cache.attend(q_prompt, k_prompt, v_prompt, s_prompt, lengths=lengths)   # prefill, right-padded
@@ -37,18 +37,22 @@ class DynamicMaskCache:
         out = cache.attend(q_draft, k_draft, v_draft, s_draft, commit=False)          # speculative tokens
         cache.commit(accepted)                                                        # the first accepted[b] of row b enter
 
-    On a GPU that the decode kernel supports, a token takes one launch without any wait, and the memory of the cache stays in
-    place from the first decoded token on. So once a token was decoded, steps of the same shapes can be captured in a CUDA graph.
-    `attend` (also of a new prompt) and `take_rows` with the same number of rows keep that graph valid. A graph may be replayed on
-    one stream at a time. `reset` keeps it valid too.
+    On a GPU that the decode kernel supports, a token takes one launch and waits for nothing. From the first decoded token on, the memory of
+    the cache stays in place, so steps of the same shapes can be captured in a CUDA graph. The graph stays valid after `reset`, after
+    `attend` (also of a new prompt), and after `take_rows` with the same number of rows. Replay it on one stream at a time.
 
-    Source:
-        paper 004, per-query causal top-w (Listing 1); the observation that eviction is final is ours
-        (`saccade.dynamic_mask.selection.intervals`).
+    Args:
+        keep: as in `dynamic_mask_attention`.
+        sinks: as in `dynamic_mask_attention`.
+        window: as in `dynamic_mask_attention`.
+
+    Raises:
+        InvalidArgument: `keep` is below 1, `sinks` or `window` is below 0, or one of them is no whole number.
+
+    Source: paper 004, Listing 1 (per-query causal top-w). That eviction is final is our observation (`dynamic_mask.selection.intervals`).
     """
 
     def __init__(self, keep: int, *, sinks: int = 0, window: int = 0) -> None:
-        """keep, sinks, window: as in `dynamic_mask_attention`. Each key head holds at most `keep` entries, and `sinks + window` more."""
         self.keep, self.sinks, self.window = check_keep(keep), check_count("sinks", sinks, 0), check_count("window", window, 0)
         # both are None before the first call; after it, entries and counts of one kind or the other
         self._entries: Entries | None = None
@@ -70,7 +74,7 @@ class DynamicMaskCache:
 
     @property
     def size(self) -> int:
-        """The most entries of each key head."""
+        """The most entries that a key head may hold: `keep + sinks + window`."""
         return self.keep + self.sinks + self.window
 
     @property

@@ -120,8 +120,9 @@ def attention_varlen(
         query: `[Tq, H, D]`; DTensors may be sharded by heads.
         key: `[Tk, Hkv, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
         value: `[Tk, Hkv, D]`.
-        cu_seqlens_q: int32 `[B + 1]` on the device of query: 0, then the end of each sequence of query. int64 is converted at each call. They stay on the device: nothing waits for it. Tokens behind the last sequence
-            belong to none and get out 0 and zero gradients.
+        cu_seqlens_q: int32 `[B + 1]` on the device of query: 0, then the end of each sequence of query. int64 is converted at each call. The
+            values stay on the device, and no call waits for it. Tokens behind the last sequence belong to none, and get out 0 and zero
+            gradients.
         cu_seqlens_k: the same for key and value. For self-attention pass the tensor of query again.
         max_seqlen_q: an int, at least the longest sequence of query; nearer is faster.
         max_seqlen_k: the same for key and value.
@@ -131,8 +132,8 @@ def attention_varlen(
         scale: factor on the scores, `1/sqrt(D)` by default.
         enable_gqa: as in `attention`.
         attn_bias: floating, `[H, max_seqlen_q, max_seqlen_k]`, added to the scaled scores of every sequence; gradient supported.
-        window: `(left, right)`: query i of a sequence sees its keys i - left to i + right; None for no limit on a side. Both are counted from the
-            first token, as a causal mask is. With `is_causal=True` a key must lie within both. Cost and memory grow with the tokens times the
+        window: `(left, right)`: query i of a sequence sees its keys i - left to i + right; None for no limit on a side. It is aligned upper left,
+            as a causal mask is. With `is_causal=True` a key must lie within both. Cost and memory grow with the tokens times the
             width of the window, at any length. Excludes `attn_bias`.
         return_lse: also return the natural log-sum-exp of the scores, float32 `[H, Tq]` (differentiable).
         backend: "auto", or the name of one backend, which then runs or raises: "ragged", "flash", "sdpa" or "reference".
