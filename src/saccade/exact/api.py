@@ -1,7 +1,7 @@
 """The public functions `attention` and `attention_qkvpacked`.
 
-Letters: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head dim; tensors are `[B, H, T, D]` with any
-strides whose last dim is contiguous, so that views of `[B, T, H, D]`, of `[T, B, H, D]` and of a packed qkv need no copy.
+Letters: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head dim. Tensors are `[B, H, T, D]` with a contiguous
+last dim and any other strides. So views of `[B, T, H, D]`, of `[T, B, H, D]` and of a packed qkv need no copy.
 """
 
 from __future__ import annotations

@@ -47,10 +47,10 @@ class PackedCall(NamedTuple):
 class AttentionArgs(NamedTuple):
     """The tensors and numbers of one `attention` call, after checking; the same for every backend.
 
-    Shapes: query `[B, H, Tq, D]`, key and value `[B, Hkv, Tk, D]`, mask (bool, True = attend) and bias (float, added)
-    broadcastable to `[B, H, Tq, Tk]`, or a bias for each of W windows (see `windows_of`), lengths int32 `[B]` (int64 too for
-        backends in plain torch), seed int64 `[1]` (the Philox key; None without dropout).
-    A mask beside a bias is one of keys, `[B, 1, 1, Tk]`.
+    query, key, value: `[B, H, Tq, D]`, `[B, Hkv, Tk, D]`, `[B, Hkv, Tk, D]`.
+    mask: bool (True = attend), broadcastable to `[B, H, Tq, Tk]`. Beside a bias it is a mask of keys, `[B, 1, 1, Tk]`.
+    bias: floating, added to the scores, broadcastable likewise; or a bias for each of W windows (see `windows_of`).
+    lengths: int32 `[B]`; int64 too for backends in plain torch. seed: int64 `[1]`, the Philox key; None without dropout.
     window_left, window_right: of a sliding window, NO_LIMIT for none; a call with one has neither mask nor bias.
     launches: what the backend's launchers remember of calls that differ from this one only in their data; None for a call that
         was not prepared.

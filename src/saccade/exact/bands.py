@@ -1,7 +1,7 @@
-"""Attention within a band of keys by torch's function, of memory and work that grow with the queries times the width of the band.
+"""Attention within a band of keys by torch's function. Memory and work grow with the queries times the width of the band.
 
-The queries are cut into blocks. A block sees the keys of its rows' bands alone, a slice that is copied once, and every block is a batch row of one call under
-a mask: query i sees the keys i + low to i + high.
+Query i sees the keys i + low to i + high. The queries are cut into blocks. The keys that a block may see are one slice, which is copied once. Every block is
+a batch row of one call under a mask.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def band_of(q_len: int, k_len: int, left: int, right: int, causal: bool, shift: 
 
 
 def fold(query: Tensor, key: Tensor, value: Tensor, band: Band, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """query, key, value and a boolean mask of the blocks of `[B, H, T, D]`: those of all batch rows, or with lengths, whose masks differ, of each."""
+    """query, key, value and a boolean mask of the blocks of `[B, H, T, D]`. The mask is one for all batch rows, or with lengths one for each."""
     if lengths is not None:
         # a weight of 0 times a NaN is a NaN, and padding may hold anything
         real = torch.arange(key.shape[2], device=key.device) < lengths[:, None]

@@ -1,5 +1,5 @@
-"""The fast path of `attention` on a CPU. Most calls under `auto` run torch's function there, and describing and planning such a
-call would take 10 us, a fifth of a small call."""
+"""The fast path of `attention` on a CPU. Most calls under `auto` run torch's function there. Describing and planning such a call
+would take 10 us, a fifth of a small call."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """Attention with its log-sum-exp on a CPU: forward is torch's flash kernel, backward runs over blocks of queries, and neither
 stores all scores.
 
-torch's own backward kernel is not used. It accepts no gradient of the lse, returns none of the bias, and weights the keys by
-exp(score - lse), which loses whole factors to rounding next to a bias of -1e9. Measured on one core of a processor that
-multiplies only float32, blocks in plain torch take 1.2 times as long as that kernel in float32 (1.05 times as long as the kernel
-with its values widened by a column of ones, which would bring in the gradient of the lse), and a fifth of its time in bfloat16.
+torch's own backward kernel is not used. It accepts no gradient of the lse and returns none of the bias. It weights the keys by
+exp(score - lse), which is wrong by whole factors next to a bias of -1e9, because lse is rounded. Times were measured on one core of
+a processor that multiplies only float32. There blocks in plain torch take 1.2 times as long as that kernel in float32, and a fifth
+of its time in bfloat16. A column of ones beside the values would bring the gradient of the lse into that kernel; blocks take 1.05
+times as long as this.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dadded), where dadded is empty unless requested: dS = P * (dP - rowsum(P * dP) + dlse), with dP = dout V^T.
 
-    The sum is taken over P * dP and not over dout * out, because out is rounded to 16 bits and a bias that is constant over the
-    keys would receive this rounding as its gradient.
+    The sum is taken over P * dP and not over dout * out, because out is rounded to 16 bits. The gradient of a bias that is constant
+    over the keys is 0; with dout * out it would be that rounding.
     """
     dtype, wide, group = query.dtype, lse.dtype, query.shape[1] // max(key.shape[1], 1)
     unseen = lse == _HIDDEN

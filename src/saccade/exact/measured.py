@@ -1,9 +1,9 @@
 """Measured times of the kernels of `attention`: the nearest measured call decides what `auto` takes.
 
 `measured.csv` has a line for each row of the committed tables in `benchmarks/results`; `python -m tools.choices` makes it. A call is
-compared with the calls of its class alone: the same dtype class, direction, features, tile of tokens and tile of columns, and the same way
-of calling (eager or captured). The nearest one is taken, by distances in problems, queries, keys and columns on logarithmic scales, and
-sizes of a problem weigh `WEIGHT` times as much as their number. Beyond `FARTHEST` no line counts, and the rule of the backend holds.
+compared only with calls of its class: the same dtype class, direction, features, tile of tokens and tile of columns, called in the same way
+(eager or captured). The nearest one is taken, by distances in problems, queries, keys and columns on logarithmic scales. The sizes of a
+problem weigh `WEIGHT` times as much as the number of problems. Beyond `FARTHEST` no line counts, and the rule of the backend holds.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _QUARTERS = tuple(-int(-(2 ** ((k - 0.5) / 4)) // 1) for k in range(1, 97))
 
 
 class Measured(NamedTuple):
-    """A line of the file. times: milliseconds by backend. order: the backends, the one to take first. cuda: the time of `short` is
-    that of its CUDA C++ kernels for sm_90."""
+    """A line of the file. times: milliseconds by backend. order: the backends, in the order in which to take them. cuda: the time of
+    `short` is that of its CUDA C++ kernels for sm_90."""
 
     arch: int
     table: str
@@ -112,10 +112,10 @@ def _nearest(name: str, class_: tuple, place_: tuple, way: str, by_cuda: bool) -
             continue
         for there, fills, line in candidates:
             apart = abs(place.problems - there)
-            # a call that fills a GPU stands for all that are larger
+            # a call that fills a GPU represents all larger ones
             problems = 0 if fills and place.problems > there else apart
-            # of equally near ones that with the nearer number of problems, then one that timed the backend, then one that was called in
-            # the same way
+            # if several are equally near: the one with the nearer number of problems, then one that timed the backend, then one that
+            # was called in the same way
             order = problems + WEIGHT * sum(distances), apart, name not in line.order, line.way != way, len(near)
             near.append((*order, problems, line))
     if not near:
@@ -140,8 +140,8 @@ def way_of(problem: Problem) -> str:
 def class_of(problem: Problem) -> Class:
     """The class of a call."""
     longest = max(problem.q_len, problem.kv_len)
-    # tokens beyond the short kernels are one class for tokens that fill tiles of 128, and one for the others
-    # a condition, and not its truth, which may be a symbol too
+    # Beyond the short kernels there are two classes: tokens that fill tiles of 128, and all others.
+    # The condition and not its value, which may be a symbol.
     filled = True if longest > 128 and problem.q_len % 128 == 0 and problem.kv_len % 128 == 0 else False  # noqa: SIM210
     direction = "fwd+bwd" if problem.needs_grad else "fwd"
     tokens = _tile(longest) if longest <= 128 else 256

@@ -69,10 +69,10 @@ def _is_copied(problem: Problem, attn_mask: Tensor) -> bool:
 def with_key_mask(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, key_mask: Tensor, is_causal: bool, window: Window | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(attn_mask, key_mask) of a call: one boolean mask and None, unless attn_mask is a bias, which a mask of keys stands beside.
+    """(attn_mask, key_mask) of a call: one boolean mask and None; or a bias and the mask of keys beside it.
 
     Raises:
-        InvalidArgument: key_mask is not bool `[*batch, Tk]`, or stands beside what excludes it.
+        InvalidArgument: key_mask is not bool `[*batch, Tk]`, or is given with an argument that excludes it.
     """
     check_kinds_but_sharded(query=query, key=key, key_mask=key_mask)
     check_tensors(query, key, key)

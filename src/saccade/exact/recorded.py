@@ -83,7 +83,7 @@ class Backward(NamedTuple):
         return results
 
     def _parts(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The tensors, and those for which one of them stands."""
+        """The tensors, and those that one of them replaces."""
         found = dict(tensors)
         if "qkv" in found:
             found |= zip(("query", "key", "value"), self.ops.rows.unpack(found["qkv"]), strict=True)

@@ -1,8 +1,8 @@
 """torch's `scaled_dot_product_attention`: takes what no kernel of ours takes, or takes faster.
 
-Under a mask its meaning is torch's. Two promises that torch does not make are added here, each at the least that it costs: `lengths` with
-garbage (NaN too) in padded keys, and output 0 with zero gradient for a query that sees no key, which torch's CPU kernels give by
-themselves. On CUDA, layouts that torch's fused kernels refuse, or read at misaligned addresses (seen with torch 2.11), are copied first.
+Under a mask its meaning is torch's. Two promises that torch does not make are added here, each at its least cost. With `lengths`, padded keys may
+hold garbage, NaN too. A query that sees no key gets output 0 and zero gradient, as torch's CPU kernels give by themselves. On CUDA, layouts that
+torch's fused kernels refuse, or read at misaligned addresses (seen with torch 2.11), are copied first.
 """
 
 from __future__ import annotations
@@ -196,9 +196,9 @@ class _Tracked(torch.autograd.Function):
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A boolean mask as torch would add it, with -inf where torch's cuDNN kernels take the least finite number.
 
-    A row of the latter becomes the mean of the values, with NaN in the gradients of some shapes (64 x 64 in 16 bits, torch 2.11); a row of
-    -inf is 0 in all of torch's CUDA kernels, with zero gradients (measured for cuDNN, EFFICIENT and MATH, three dtypes, four shapes). The
-    conversion costs what torch's own does, and nothing is left to do to the result.
+    With the least finite number, a fully masked row becomes the mean of the values. Gradients of some shapes are then NaN (64 x 64 in 16
+    bits, torch 2.11). A row of -inf is 0 in all of torch's CUDA kernels, with zero gradients (measured for cuDNN, EFFICIENT and MATH, three
+    dtypes, four shapes). The conversion costs what torch's own does, and the result needs no mending.
     """
     # what is remembered must not be a fake tensor, nor memory of a graph
     if not eager(mask) or torch.cuda.is_current_stream_capturing():
@@ -213,7 +213,7 @@ def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, 
 
 
 def _of_rank(mask: Tensor, rank: int) -> Tensor:
-    """The mask with at least two dims, which torch asks for, and with four where the call has: its fused kernels take 2 or 4."""
+    """The mask with at least two dims, as torch requires, and with four if the call has four: torch's fused kernels take 2 or 4."""
     wanted = 4 if rank == 4 and mask.dim() == 3 else 2
     return mask if mask.dim() >= wanted else mask.view((1,) * (wanted - mask.dim()) + mask.shape)
 
@@ -230,7 +230,7 @@ def _known_lengths(args: AttentionArgs, problem: Problem) -> list[int] | None:
 
 
 def _rows_are_worth_it(problem: Problem) -> bool:
-    """Whether a call for each batch row, of its real keys alone, beats one under a mask: rows of about 50 us, tasks for every thread."""
+    """Whether a call for each batch row's real keys beats one call under a mask. It does with rows of about 50 us and tasks for every thread."""
     work = problem.heads * problem.kv_len * problem.head_dim * (8 + problem.q_len)
     tasks = problem.heads * -(-problem.q_len // 32)
     return work >= _ROW_WORK and tasks >= torch.get_num_threads() and not problem.return_lse and problem.dropout_p == 0
@@ -276,9 +276,9 @@ def _within_lengths(
     else:
         # On a GPU the ragged kernels take lengths alone, without a copy; what reaches this has a mask, a bias, float32 or D > 128.
         # Both are copied, read and written once: 4 * B * Hkv * Tk * D numbers, as many as attention itself moves at Tq = Tk and H = Hkv.
-        # Nothing exact costs less: torch's fused kernels that take a mask add -inf to the score, and NaN + -inf is NaN (K), as is 0 * NaN
-        # (V); to look at the values first would read half as much and wait for the device, or, undecided on the host, launch the copy all
-        # the same; and the caller's tensors are not ours to clear in place.
+        # Nothing exact costs less. torch's fused kernels with a mask add -inf to the score: NaN + -inf is NaN for K, as is 0 * NaN for V.
+        # A look at the values first would read half as much, but wait for the device; without the wait, the copy would be launched all the
+        # same. The caller's tensors are not ours to clear in place.
         must_clear = True
     valid = torch.arange(key.shape[2], device=key.device) < lengths.unsqueeze(1)  # [B, Tk]
     if must_clear:
@@ -317,8 +317,8 @@ def _without_repeating(call: _Call, problem: Problem) -> _Call:
     same_for_queries = added is not None and added.shape[-2] == 1
     on_gpu = problem.device_type == "cuda"
     if problem.rank == 4 and not call.is_causal and shared and (same_for_queries if on_gpu else single):
-        # the queries of a group become the queries of one head: exact, and twice as fast for one token on a CPU. On a GPU torch takes plain
-        # grouped heads as they are, which is three times as fast for one query (0.022 for 0.073 ms, 1,024 x 8 heads, 50 keys, H200)
+        # The queries of a group become the queries of one head: exact, and twice as fast for one token on a CPU. On a GPU torch takes plain
+        # grouped heads as they are. That is three times as fast for one query: 0.022 for 0.073 ms (1,024 x 8 heads, 50 keys, H200).
         folded = query.reshape(query.shape[0], problem.kv_heads, group * query.shape[2], query.shape[3])
         return call._replace(query=folded, grouped=False)
     if on_gpu and added is not None:

@@ -17,20 +17,20 @@ from saccade.exact.problem import SHORT_TOKENS
 from saccade.launch.requirements import triton_reasons
 
 SHORTEST, LONGEST = 65, 577  # what was measured; the kernels take other lengths too
-# Up to 128 tokens: problems from which these kernels are faster than those of `short`, by the largest D and whether there is a backward, in CUDA
+# Problems from which these kernels are faster than those of `short` up to 128 tokens, by the largest D, forward and with backward. Timed in CUDA
 # graphs (docs/notes/long.md). From FILLING numbers on, with rows and columns rounded up to tiles, `short` has kernels that are faster again.
 FEWEST_SHORT = {32: (3072, 768), 64: (768, 384), 128: (384, 768)}
 FILLING = 2**25
 _DTYPES = (torch.bfloat16, torch.float16)
-# Problems (B * H) from which backward itself is faster, by the most tokens: a multiprocessor computes the gradients of one problem at a time
-# (in CUDA graphs, D = 64: 1.32x at 12 problems of 160, 1.09x at 48 of 384, 0.88x at 48 and 1.16x at 96 of 512; docs/notes/long.md)
+# Problems (B * H) from which backward itself is faster, by the most tokens: a multiprocessor computes the gradients of one problem at a time.
+# In CUDA graphs, D = 64: 1.32x at 12 problems of 160, 1.09x at 48 of 384, 0.88x at 48 and 1.16x at 96 of 512 (docs/notes/long.md).
 FEWEST_PROBLEMS = ((192, 1), (384, 48), (LONGEST, 96))
 FEWEST_WIDE = 264  # beyond D = 64
-# Numbers of q from which an eager call that Python launches takes longer than our host time, of forward and with backward, halved up to D = 32
-# (short_sizes: forward 1.01x at 1,536 problems of S = 197, D = 64, with backward 0.93x at 3,072 of them and 1.43x at 3,072 of S = 257)
+# Numbers of q from which an eager call that Python launches takes longer than our host time, forward and with backward. Half as many up to D = 32.
+# By short_sizes forward is 1.01x at 1,536 problems of S = 197, D = 64; with backward 3,072 of them are 0.93x, and 3,072 of S = 257 are 1.43x.
 FEWEST_FORWARD, FEWEST = 2**24, 3 * 2**24
-# The same for calls with a bias that C++ does not replay, in pairs of a query and a key (B * H * Tq * Tk): those of `shared_bias`. Small
-# replayed calls take 9 to 20 us and with backward 138 to 238, torch's 14 to 60 and 145 to 391 (H200, docs/notes/long.md)
+# The same for calls with a bias that C++ does not replay, in pairs of a query and a key (B * H * Tq * Tk). These are the bounds of `shared_bias`. Small
+# replayed calls take 9 to 20 us, and 138 to 238 with backward. torch's take 14 to 60 and 145 to 391 (H200, docs/notes/long.md).
 FEWEST_PAIRS, FEWEST_PAIRS_GRAD = 2**24, 5 * 2**24
 # Problems from which calls with a bias were timed, by the most tokens: a row and a head is a block of backward (docs/notes/long.md)
 FEWEST_BIASED = ((256, 32), (512, 48), (1024, 192))
@@ -87,7 +87,7 @@ def _prefers(problem: Problem) -> bool:
     return not _rule(problem).against
 
 
-_NOTES = Source("docs/notes/long.md")  # what was measured in CUDA graphs, and beside `short`, stands there alone
+_NOTES = Source("docs/notes/long.md")  # the only place with times in CUDA graphs, and with times beside `short`
 
 
 def _rule(problem: Problem) -> Rule:

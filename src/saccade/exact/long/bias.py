@@ -1,4 +1,4 @@
-"""A bias as the copy engine reads it, for the kernels of long sequences on sm_90: `[W, H or 1, Tq, Tk]`, of which row b of the batch reads b % W."""
+"""A bias as the copy engine reads it, for the kernels of long sequences on sm_90: `[W, H or 1, Tq, Tk]`. Row b of the batch reads matrix b % W."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """CUDA C++ for sequences beyond 64 tokens on sm_90a (`cuda/long_*_sm90.cu`): the copy engine brings whole tiles, warpgroups multiply them.
 
 Triton forms the scores twice in backward (seven products a pair of tiles), because dK and dV need one order of tiles and dQ the other. Here dS
-passes from the warpgroups that own keys to one that adds up dQ, so that five products are left; and the last tile of queries or keys is as small
-as what is in it. The kernels take plain and causal calls, dense or packed, in 16-bit dtypes, with grouped heads and dropout, and dense rows under
-boolean masks or with a bias (`bias.py`), or a bias and a mask of keys.
+passes from the warpgroups that own keys to one that adds up dQ, so that five products are left. The last tile of queries or keys is as small as
+its contents. The kernels take plain and causal calls, dense or packed, in 16-bit dtypes, with grouped heads and dropout. Dense rows may have a
+boolean mask, a bias (`bias.py`), or a bias and a mask of keys.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Moved(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, tokens: int) -> Moved:
-        """The stride of an axis of size 1 is never used, but has to be a multiple of 16 bytes. tokens: which number its packed rows are."""
+        """The stride of an axis of size 1 is never used, but has to be a multiple of 16 bytes. tokens: which described number counts its packed rows."""
         sizes = (
             tuple(tensor.shape)
             if tensor.dim() == 4
@@ -340,8 +340,8 @@ def backward(
     args: VarlenArgs, members: Tensor | None, count: Tensor | None, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
     delta: Tensor, gradients: tuple[Tensor, Tensor, Tensor], config: Sm90Config | None = None, longest: int = 0,
 ) -> None:  # fmt: skip
-    """Write dq, dk and dv. members, count: as of `forward`, with a window parts of `segment_rows` keys. delta is given where the kernel does not own it,
-    and scratch memory otherwise. Raises as `forward`."""
+    """Write dq, dk and dv. members, count: as in `forward`; with a window they are of parts of `segment_rows` keys. delta: a given one if the kernel
+    does not compute it, scratch memory otherwise. Raises as `forward`."""
     plan = plan_backward(args, dout, out, gradients, config, longest)
     run_backward(
         plan, (*args[:3], dout, out), offsets_of(args, members, count), dlse, lse, delta, gradients, args.mask, args.seed

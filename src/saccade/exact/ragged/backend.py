@@ -159,10 +159,10 @@ def _rule(problem: VarlenProblem) -> Rule:
     return taken(source, "measured faster than torch's packed attention")
 
 
-# keys of a wide window, and the longest sequence up to which our kernels were no slower with backward: token tiles, where CUDA C++ does not take a
-# call, took 1.09 times as long as torch's at 8,192 tokens, and CUDA C++ beyond D = 64 1.04 times
+# Keys of a wide window, and the longest sequence up to which our kernels were no slower with backward. Token tiles run if
+# CUDA C++ does not take a call: at 8,192 tokens they took 1.09 times as long as torch's kernel. CUDA C++ beyond D = 64 took 1.04 times as long.
 _WIDE_WINDOW, _LONGEST_WIDE = 512, 2048
-_NOTES = Source("docs/notes/ragged.md")  # trials, which stand in no table
+_NOTES = Source("docs/notes/ragged.md")  # trials that are in no table
 
 
 def _window_rule(problem: VarlenProblem) -> Rule:

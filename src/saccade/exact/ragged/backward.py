@@ -1,4 +1,4 @@
-"""Backward of ragged batches: the scores again from q, k and lse, then every gradient of a sequence and head.
+"""Backward of ragged batches: recomputes the scores from q, k and lse, then computes every gradient of a sequence and head.
 
 Scores are held transposed, keys down and queries across, so that P and dS stay in registers as the left factors of dV and dK:
 
@@ -7,7 +7,7 @@ Scores are held transposed, keys down and queries across, so that P and dS stay 
     dS^T = P^T * (dP^T - delta)                  delta = rowsum(P * dP) - dlse, one number a query
     dK = scale dS^T Q, dQ = scale dS K, dbias = sum of dS over the sequences
 
-`backward_tile_kernel` holds a whole sequence, so delta is a sum on chip, out is never read, and all gradients come from one pass.
+`backward_tile_kernel` holds a whole sequence. So delta is a sum on chip, out is never read, and all gradients come from one pass.
 Sequences beyond a tile take three kernels: delta from out, then dK and dV for each tile of keys, then dQ for each tile of queries; the scores
 are formed twice. A bias takes two more, in bias.py. No atomics: every sum is complete in one program, and results are deterministic.
 
@@ -37,7 +37,7 @@ def _weights(scores, shift, HAS_BIAS: tl.constexpr, FLOAT32: tl.constexpr):
     """P^T from scores in base 2 and the log-sum-exp of forward; with a bias from scores in base e and their own sum.
 
     Beside a score of 1e9 the logarithm of the sum is lost in lse, and the weights would add up to the number of keys. In float32 rows are
-    normalised too: the rounding of S and lse scales a whole row, which dP - delta of a peaked row does not bear.
+    normalised too: the rounding of S and lse scales a whole row, and dP - delta of a peaked row would magnify that error.
     """
     if HAS_BIAS:
         row_max = tl.max(scores, 0)
@@ -204,7 +204,8 @@ def pair_gradients(
 ):  # fmt: skip
     """(P^T after dropout, dS^T without its factor) of a tile of keys and one of queries.
 
-    Beside a bias lse holds the largest score of each row and inverse one over the sum of its weights: their logarithm may be lost in lse.
+    With a bias, `lse` holds the largest score of each row, and `inverse` one over the sum of its weights. A true lse may lose the logarithm
+    of that sum.
     """
     q, k, v, do = tiles
     lse, inverse, delta, seed, beside = tensors

@@ -1,10 +1,10 @@
-"""The numbers that backward needs with a bias, for sequences beyond a tile: the weights of a row from its scores, and the gradient of the bias.
+"""Backward with a bias, for sequences beyond a tile: the numbers that give the weights of a row, and the gradient of the bias.
 
     m = max_j (scale q k_j + bias_j), c = 1 / sum_j exp(scale q k_j + bias_j - m)      P = c exp(scale Q K^T + bias - m)
     dbias = sum of dS over the batch rows and heads that share it
 
-With a score of 1e9, lse has lost the logarithm of the sum, so that weights from lse would add up to the number of keys; m and c have not lost it. The
-gradient forms scores and dP a third time, in programs that own a tile of it, so that no two add to one number.
+Beside a score of 1e9, lse has lost the logarithm of the sum, and weights from lse would add up to the number of keys. m and c have not lost it. The
+gradient forms scores and dP a third time. Each program owns a tile of the gradient, so no two programs add to one number.
 """
 
 import triton

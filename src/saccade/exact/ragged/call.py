@@ -45,20 +45,20 @@ class Configs(NamedTuple):
 
 MEASURED = Configs({}, {}, {}, {})
 
-# Numbers (sequences x heads x longest x D, D a power of two) up to which a call is one launch, padded to its longest sequence, and not one for
-# each bucket of lengths after those that make the lists. If host time counts, a model spends more of it on five launches than the device on
-# the padding. Before token tiles took such batches, a step of MiniLM with 256 sentences was 0.72 of the speed of stock's padded attention with all of
-# them, and 0.90 with one.
+# Numbers (sequences x heads x longest x D, D a power of two) up to which a call is one launch, padded to its longest sequence. A larger call makes
+# lists by length and takes a launch for each. If host time counts, five launches cost a model more of it than the padding costs the device. Before
+# token tiles took such batches, MiniLM was measured with 256 sentences: a step had 0.72 of the speed of stock's padded attention with all these
+# launches, and 0.90 with one.
 ONE_LAUNCH = 2**26
-# The same where padding costs more than that: while a CUDA graph is captured, where host time does not count, and beside a bias, whose launch has
-# no smaller tile and reads the bias of the whole tile.
+# The same where padding costs more than that. While a CUDA graph is captured, host time does not count. With a bias, the launch has no smaller tile
+# and reads the bias of the whole tile.
 ONE_PADDED = 2**23
 
 
 @dataclass(frozen=True)
 class Bucket:
     """The sequences of one launch. tile: 0 for the long form. small: a second, smaller tile for those that it holds, or 0.
-    dense: there is no list, and tensors that nobody reads stand in. longest: the most tokens of a sequence; 0: as many as in the call.
+    dense: there is no list, and unread tensors take its place. longest: the most tokens of a sequence; 0: as many as in the call.
     any_size: the most tokens of a sequence in any batch for which the launch is planned, so that C++ may replay it; 0: it is for this batch."""
 
     tile: int
@@ -188,8 +188,8 @@ class RaggedCall:
 
 
 def limits(args: VarlenArgs) -> tuple[int, int, int, bool, bool]:
-    """(width, most, most sequences, by tokens, by lists): a batch is one launch while its rows times width are at most `most`, and goes by lists
-    otherwise, as this one does or not. Rows are its tokens, or those of all sequences padded to the longest."""
+    """(width, most, most sequences, by tokens, by lists): a batch is one launch while its rows times width are at most `most`. A larger one goes by
+    lists; `by lists` says whether this one does. Rows are its tokens, or those of all sequences padded to the longest."""
     call = RaggedCall(args)
     if has_window(args):
         return 1, 2**31, MOST_AT_ONCE, True, False

@@ -11,10 +11,12 @@ from saccade.hardware import SMALL_SHARED
 TILES = (16, 32, 64, 128)  # of the buckets; longer sequences take the long form
 MAX_HEAD_DIM = 256
 TOKENS_MAX_DIM = 64  # of token tiles, without a window
-# The bucket from which the kernels of sm_90 for longer sequences (`exact/long`) are faster than a whole tile if they take the call. Its times
-# forward / backward in ms, those of whole tiles in brackets, of 4,096 sequences of mean 82 and at most 128, 12 heads, bf16, one H200: D = 32
-# 0.360 / 0.744 (0.472 / 0.856), 64 0.453 / 1.032 (0.612 / 1.689), 128 0.861 / 2.410 (1.271 / 3.412). With 64 tokens 0.179 / 0.347 (0.117 / 0.269) at
-# D = 64: two warpgroups share the queries of a sequence, and one has none.
+# The bucket from which the kernels of sm_90 for longer sequences (`exact/long`) are faster than a whole tile if they take the call. Times on one H200
+# are forward / backward in ms, those of whole tiles in brackets; 4,096 sequences of mean 82 and at most 128, 12 heads, bf16:
+#     D = 32     0.360 / 0.744   (0.472 / 0.856)
+#     D = 64     0.453 / 1.032   (0.612 / 1.689)
+#     D = 128    0.861 / 2.410   (1.271 / 3.412)
+# The bucket of 64 tokens is slower at D = 64, 0.179 / 0.347 (0.117 / 0.269): two warpgroups share the queries of a sequence, and one has none.
 FASTER_IN_CHUNKS = 128
 
 
@@ -45,9 +47,9 @@ class LongConfig:
     programs: int = 16
 
 
-# (direction, head dim) -> tile -> shape: the best of 1 to 8 warps, 4, 8 and 16 programs, one and two stages on one H200, bfloat16, lengths of the
-# upper half of each bucket. Two stages load the next sequence while one is computed, which gives 1.1x to 1.5x; tiles of 128 at D = 128 leave no
-# room for a second sequence in backward.
+# (direction, head dim) -> tile -> shape: the best of 1 to 8 warps, 4, 8 and 16 programs, and one and two stages. Measured on one H200 in bfloat16, with
+# lengths of the upper half of each bucket. Two stages load the next sequence while one is computed, which gives 1.1x to 1.5x. Tiles of 128 at
+# D = 128 leave no room for a second sequence in backward.
 _TILE_CONFIGS = {
     ("fwd", 32): {16: TileConfig(1), 32: TileConfig(1), 64: TileConfig(4), 128: TileConfig(4, 8)},
     ("fwd", 64): {16: TileConfig(1), 32: TileConfig(1, 8), 64: TileConfig(4, 8), 128: TileConfig(4, 4)},
@@ -113,8 +115,8 @@ def long_config(direction: str, block_d: int, element_size: int, arch: int) -> L
     return _LONG_CONFIGS[direction][max(block_d, 32)]
 
 
-# Numbers (tokens x heads x D, D a power of two) up to which token tiles are one launch each way outside of CUDA graphs, where six launches from
-# Python for the buckets of lengths take longer than C++ takes for two.
+# Numbers (tokens x heads x D, D a power of two) up to which token tiles are one launch each way outside of CUDA graphs. There Python takes longer for
+# the six launches of the buckets of lengths than C++ takes for two.
 MOST_EAGER = 2**25
 MOST_AT_ONCE = 2**14  # sequences of a batch that one launch takes as they come
 
@@ -134,10 +136,11 @@ class TokenConfig(NamedTuple):
 
 
 def token_config(direction: str, element_size: int, arch: int, block_d: int = TOKENS_MAX_DIM) -> TokenConfig:
-    """One of five forward and six backward shapes that was fastest or near it at most sizes on an H100, at D = 32 and 64. float32, which has no matrix unit, takes small tiles.
+    """The shape of token tiles: of five forward and six backward shapes, one that was fastest or near it at most sizes on an H100, at D = 32 and 64.
 
-    Backward takes 64 rows where that was measured and on sm_100. Elsewhere they spill, with grouped heads and dropout 1,624 bytes a thread on sm_80
-    and 1,720 on sm_120. Beyond D = 64, which only windows ask for, nothing was timed: shapes that spill little.
+    float32 has no matrix unit and takes small tiles. Backward takes 64 rows where that was measured and on sm_100. Elsewhere 64 rows spill: with
+    grouped heads and dropout 1,624 bytes a thread on sm_80 and 1,720 on sm_120. Only windows ask for D beyond 64. Nothing was timed there, so shapes
+    that spill little are taken.
     """
     if block_d > TOKENS_MAX_DIM:
         return _wide(direction, element_size, arch, block_d)
@@ -156,13 +159,13 @@ def _wide(direction: str, element_size: int, arch: int, block_d: int) -> TokenCo
     return TokenConfig(32, 32, 4) if block_d <= 128 else TokenConfig(16, 16, 4)
 
 
-# Head dims up to which token tiles in CUDA C++ (tokens_sm90.py) take a direction on sm_90 in place of Triton's, and numbers (as of MOST_EAGER) up to which
-# they do in CUDA graphs. An H100 timed both directions at D = 32 and 64 up to that size (docs/notes/ragged.md). Read at each call.
+# On sm_90, token tiles in CUDA C++ (tokens_sm90.py) replace Triton's in a direction up to these head dims. In CUDA graphs they do so up to this many
+# numbers, counted as for MOST_EAGER. An H100 timed both directions at D = 32 and 64 up to that size (docs/notes/ragged.md). Read at each call.
 TOKENS_SM90 = {"forward": 64, "backward": 64}
 MOST_TOKENS_SM90, LONGEST_TOKENS_SM90 = 2**24, 128
-# In a CUDA graph, numbers from which they do: the layers of a model share the bounds that Triton's kernels read. MiniLM's forward and backward of 1,408
-# tokens takes 1.11 ms with those and 1.14 with these, of 5,120 tokens 2.13 and 2.09 (H200). Beside dropout the same up to a head dim: 256 sequences of
-# mean 20 take 78 us for 91 at D = 32 there, and 256 of mean 40 take 232 for 216 at D = 64.
+# In a CUDA graph they do so from this many numbers, because the layers of a model share the bounds that Triton's kernels read. MiniLM's forward and
+# backward take 1.11 ms with Triton's and 1.14 with CUDA C++ at 1,408 tokens, 2.13 and 2.09 at 5,120 tokens (H200). With dropout they do so up to a head
+# dim: 256 sequences of mean 20 take 78 us in place of 91 at D = 32, and 256 of mean 40 take 232 in place of 216 at D = 64.
 FEWEST_TOKENS_SM90, DROPOUT_TOKENS_SM90 = 2**20, 32
 
 

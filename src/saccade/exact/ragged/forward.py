@@ -193,7 +193,7 @@ def _key_tile(
 
 @triton.jit
 def keys_of(first, k_len, reach, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, CAUSAL: tl.constexpr):
-    """(whole, end): tiles of keys up to `whole` are seen whole by every query of a tile from `first` on, as far as causality goes; none beyond `end`."""
+    """(whole, end) by causality alone: every query of a tile from `first` on sees all tiles of keys up to `whole`, and none sees any beyond `end`."""
     end, whole = k_len, k_len // TILE_K * TILE_K
     if CAUSAL != FULL:
         end = tl.maximum(tl.minimum(k_len, first + TILE_Q + reach), 0)

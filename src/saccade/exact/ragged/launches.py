@@ -54,7 +54,7 @@ def forward_tile(call: RaggedCall, bucket: Bucket, out: Tensor, lse: Tensor, cle
     args, tile = call.args, bucket.tile
     query, key, value, bias = args.query, args.key, args.value, args.bias
     config = call.configs.tiles.get(("fwd", tile)) or tile_config("fwd", tile, call.block_d, call.size, call.featured, call.arch)
-    q = query  # stands in where an optional tensor is absent: the kernel never reads it
+    q = query  # takes the place of an absent optional tensor, which the kernel never reads
     tensors = (
         query, key, value, q if bias is None else bias, q if args.seed is None else args.seed, args.cu_seqlens_q, args.cu_seqlens_k,
         bucket.members, bucket.count, out, lse,
@@ -70,7 +70,7 @@ def forward_tile(call: RaggedCall, bucket: Bucket, out: Tensor, lse: Tensor, cle
 
 
 class _Beside(NamedTuple):
-    """Mask and bias of sequences beyond a tile, or what stands in for them, which the kernels never read."""
+    """Mask and bias of sequences beyond a tile; an absent one is replaced by a tensor that the kernels never read."""
 
     tensors: tuple[Tensor, Tensor]
     strides: tuple[tuple[int, ...], tuple[int, ...]]
@@ -141,7 +141,7 @@ def backward_tile(
 ) -> Launch:  # fmt: skip
     """Backward of sequences that a tile holds. shares: for the gradient of a bias, float32 `[programs // H, H, tile, tile]`."""
     args, tile = call.args, bucket.tile
-    (q, key, value), bias = args[:3], args.bias  # q stands in where an optional tensor is absent: the kernel never reads it
+    (q, key, value), bias = args[:3], args.bias  # q takes the place of an absent optional tensor, which the kernel never reads
     config = backward_config(call, tile)
     tensors = (
         q, key, value, q if bias is None else bias, q if args.seed is None else args.seed, args.cu_seqlens_q, args.cu_seqlens_k,
@@ -172,7 +172,7 @@ def row_sums(
 
 
 class Weights(NamedTuple):
-    """The numbers from which backward takes the weights of a row: lse and a stand-in for the second; with a bias, the largest score and one over the sum."""
+    """The two numbers from which backward takes the weights of a row. With a bias: the largest score, and one over the sum. Without: lse, and an unread one."""
 
     shift: Tensor
     inverse: Tensor

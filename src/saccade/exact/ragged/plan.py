@@ -1,9 +1,9 @@
 """The sequences of a packed batch that belong together: lists by length, made on the device.
 
-A launch takes the sequences of one bucket, so that each gets the smallest tile that holds it. How many there are is known on the device alone:
-kernels read the count, and programs without work end at once. Lists keep the order of the batch, so that sums over sequences are the same in
-every run. The layers of a model hand over the same few tensors, so the lists of a batch are made once, and once in a CUDA graph. A call that C++
-replays makes its own, by one launch.
+A launch takes the sequences of one bucket, so that each gets the smallest tile that holds it. Only the device knows how many there are: kernels
+read the count, and programs without work end at once. Lists keep the order of the batch, so that sums over sequences are the same in every run.
+The layers of a model pass the same few tensors, so the lists of a batch are made once, and once in a CUDA graph. A call that C++ replays makes its
+own lists, by one launch.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A batch is ragged in one of two ways, which differ in addresses alone:
     packed  `[T, H, D]`: sequence s holds the rows cu_seqlens[s] to cu_seqlens[s + 1] - 1; the batch stride is 0
     dense   `[B, H, T, D]`: sequence s is batch row s, with all its queries and the first lengths[s] of its keys, or all of them
 
-Lengths come from the device and nobody has checked them, so they are clamped to what the tensors hold: a wrong one gives a wrong result of
-its own sequence, never a read outside of the tensors.
+Lengths come from the device unchecked, so they are clamped to what the tensors hold. A wrong length gives a wrong result for its own sequence,
+never a read outside of the tensors.
 """
 
 import triton

@@ -1,10 +1,10 @@
-"""Dropout of token tiles: which weights survive, drawn once a call, a bit for each pair of a query and a key of one sequence.
+"""Dropout of token tiles: which weights survive. It is drawn once a call: a bit for each pair of a query and a key of one sequence.
 
     bits[h, i, w] bit b = 1   if the weight of query i and of key 32 w + b of its sequence survives
 
-A Philox call draws four keys that lie side by side in their sequence. In a tile of tokens the sequences begin at any column, so a kernel that draws
-where it computes calls Philox for each pair: four times too often, and for pairs of two sequences too. At 5,181 tokens in 256 sequences, 12 heads of
-D = 64, forward took 52 us with dropout and 12 without, backward 220 and 43 (H100).
+A Philox call draws four keys that lie side by side in their sequence. In a tile of tokens the sequences begin at any column. A kernel that draws
+where it computes calls Philox for each pair: four times too often, and for pairs of two sequences too. The case was 5,181 tokens in 256 sequences,
+12 heads of D = 64. Forward took 52 us with dropout and 12 without, backward 220 and 43 (H100).
 
 With a window the words of a row begin with that of the first key that it sees.
 Bytes: T H ceil(longest / 32) words at most, of which a row touches ceil(length / 32); with a window T H (width / 32 + 2). Source: Salmon et al.,
@@ -23,7 +23,7 @@ def _survives(word, dropout_p):
 
 @triton.jit
 def _first_word(places, left, HAS_WINDOW: tl.constexpr):
-    """The first word that is kept of rows at these places of their sequences: with a window that of the first key that they see."""
+    """The first word that is kept of rows at these places of their sequences. With a window it is the word of the first key that they see."""
     if HAS_WINDOW:
         return tl.maximum(places - left, 0) >> 5
     return 0 * places

@@ -24,11 +24,15 @@ from saccade.native.described import FIXED, HALVINGS, LONGEST_K, QUERIES, SEQUEN
 from saccade.native.recording import is_recorded, scratch, varying
 from saccade.nvrtc.capture import capture_id, in_compilers_graph
 
-# Numbers (tokens x heads x D, D a power of two) up to which token tiles are one launch each way. In a CUDA graph on an H100, us forward + backward,
-# buckets of lengths in brackets, 12 heads, mean 20 tokens, the best shapes: D = 64, 64 sequences 20 (52), 256 sequences 57 (80), 1,024 sequences 194 (184).
+# Numbers (tokens x heads x D, D a power of two) up to which token tiles are one launch each way. Times in a CUDA graph on an H100, in us, forward and
+# backward together, buckets of lengths in brackets: 64 sequences 20 (52), 256 sequences 57 (80), 1,024 sequences 194 (184). They had 12 heads of
+# D = 64, a mean of 20 tokens and the best shapes.
 MOST_NUMBERS = 2**23
-# The same in backward if sequences may have more than 128 tokens, whose keys a tile takes twice: alone, of 8 / 32 sequences of mean 180 and longest 512,
-# 12 heads, D = 32, it takes 27 / 88 us and the lists 35 / 52; at D = 64 34 / 112 and 44 / 99; of 8 of 512 tokens 76 and 40, and 98 and 54 (H200).
+# The same in backward if sequences may have more than 128 tokens, whose keys a tile takes twice. Times of backward alone on an H200, 12 heads, in us, at
+# D = 32 and D = 64, those of the lists in brackets:
+#     8 sequences of mean 180, longest 512     27 (35), 34 (44)
+#     32 such sequences                        88 (52), 112 (99)
+#     8 sequences of 512                       76 (40), 98 (54)
 MOST_LONG_BACKWARD = 3 * 2**19
 _BLOCK = 128  # tokens of a program of `bounds_kernel`
 _DRAWN = 32  # rows of a program of `survivors_kernel`

@@ -8,7 +8,7 @@ Forward reads keys from the start of its first token's sequence to the end of it
 
     S = scale Q K^T   where first[i] <= j < last[i]   -> running max and sum -> O = P V
 
-Backward takes the pairs of its own tokens once for all gradients (five products), and the keys before and behind them twice: as keys of its
+Backward takes the pairs of its own tokens once for all gradients (five products). It takes the keys before and behind them twice: as keys of its
 queries, and as queries of its keys (seven products). No sum leaves a program: there are no atomics, and results are deterministic.
 
     P = exp2(S - lse), delta = rowsum(dO * O) - dlse, dP = dO V^T, dS = P * (dP - delta), dQ = scale dS K, dK = scale dS^T Q, dV = P^T dO
@@ -16,8 +16,8 @@ queries, and as queries of its keys (seven products). No sum leaves a program: t
 One launch each way at any batch size and any length: neither lists nor lengths on the host. Tokens behind the last sequence have bounds
 without a row between them, so their out and gradients are 0.
 
-With a window, i - left <= j <= i + right, a tile reads the keys from `left` before its first token to `right` behind its last one, and backward as far
-as the longer of both on either side: work grows with the tokens times the width of the window.
+With a window, i - left <= j <= i + right, a tile reads the keys from `left` before its first token to `right` behind its last one. Backward reads as
+far as the longer of both on either side. Work grows with the tokens times the width of the window.
 
 A weight of 0 times a NaN is a NaN, and tokens of several sequences share a tile. So a program that finds a NaN in its results computes its
 tile again, a sequence at a time: NaN of one sequence never reaches another.
@@ -82,8 +82,8 @@ def _store(tensor, head_stride, ROW: tl.constexpr, h, rows, inside, head_dim, ti
 
 @triton.jit
 def _group(bounds, total, begin, stop, TILE: tl.constexpr):
-    """For the rows `begin` to `stop - 1`: (rows, which exist, which belong to a sequence, first and last of each, the first key that they see, the
-    one after the last)."""
+    """The rows `begin` to `stop - 1`: (their numbers, which exist, which belong to a sequence, bounds of each one's sequence, bounds of all keys
+    that they see). Bounds are the first row and the one after the last."""
     rows = begin + tl.arange(0, TILE)
     exist = rows < stop
     first = tl.load(bounds + rows, mask=exist, other=0)

@@ -63,7 +63,7 @@ def _tokens(rows: Tensor) -> Tensor:
 
 
 def _place_of(rows: Tensor) -> Tensor:
-    """The memory to which kernels write the tokens of `[B, H, T, D]`: the tensor itself, or memory of its own if the rows do not follow each other."""
+    """The memory to which kernels write the tokens of `[B, H, T, D]`: the tensor itself, or separate memory if the rows do not follow each other."""
     by_token = rows.transpose(1, 2)
     batch, length = by_token.shape[:2]
     if batch == 1 or by_token.stride(0) == length * by_token.stride(1):

@@ -3,9 +3,9 @@
     P = exp(S - lse)        dS = P * (dP - delta)       dP = dO V^T, delta = rowsum(dO * O) - dlse
     dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K, dbias = sum of dS over the rows and heads that share it
 
-`rows_kernel` leaves three numbers of each query. `keys_kernel` owns a tile of keys and walks the queries, with scores held keys down, so that
-P and dS are left factors of dV and dK as they are. `queries_kernel` owns a tile of queries of a row and walks the keys. `bias_kernel`
-(`bias_gradient.py`) owns a tile of the bias and walks the rows.
+`rows_kernel` writes three numbers for each query. A program of `keys_kernel` owns a tile of keys and walks the queries. It holds scores keys
+down, so that P and dS are left factors of dV and dK as they are. A program of `queries_kernel` owns a tile of queries of a row and walks the
+keys. One of `bias_kernel` (`bias_gradient.py`) owns a tile of the bias and walks the rows.
 
 No atomics: each sum is complete in one program, or a float32 part of it that torch adds up in order.
 """

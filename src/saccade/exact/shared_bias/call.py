@@ -19,7 +19,7 @@ _SHARING = 4
 
 
 class Given(NamedTuple):
-    """The tensors of a call as kernels read them. The query stands in for those that are not there, and is never read then."""
+    """The tensors of a call as kernels read them. The query takes the place of those that are absent, and is never read there."""
 
     query: Tensor
     key: Tensor

@@ -6,8 +6,8 @@
             S = scale Q K^T + bias      [TILE_Q, TILE_K], the tile of the bias from L2, in which all rows of a head find it
             m' = max(m, max S), P = exp(S - m'), O = exp(m - m') O + P V
 
-Scores stay in base e: in base 2 a bias of finfo.min would overflow. exp(S - m) is one multiplication and addition and one exponential:
-exp2(factor S - factor m) with factor log2(e), or 1/4 in a row whose maximum is so large that its weights are 0 or 1.
+Scores stay in base e: in base 2 a bias of finfo.min would overflow. exp(S - m) is computed as exp2(factor S - factor m): one multiplication and
+addition, and one exponential. factor is log2(e), or 1/4 in a row whose maximum is so large that its weights are 0 or 1.
 
 Source: the running sums after FlashAttention-2 (Dao 2023, algorithm 1).
 """

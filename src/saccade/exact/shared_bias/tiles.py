@@ -72,9 +72,9 @@ def load_bias(
 ):  # fmt: skip
     """A tile of the bias in its own dtype, `[TILE_Q, TILE_K]`, or keys down if TURNED.
 
-    Queries that do not exist read the last one that does: what is computed of them is never used. MASKED: keys may not exist, and read as 0. UNIT
-    divides the stride of queries, since the compiler looks for factors of 16 alone in an argument, and 8 are one load of 16 bytes. BOUNDED: False of a
-    copy that has rows for all queries of a tile.
+    Queries that do not exist read the last one that does: their results are never used. MASKED: keys may not exist, and read as 0. UNIT divides the
+    stride of queries: the compiler recognises only factors of 16 in an argument, but 8 numbers are one load of 16 bytes. BOUNDED: False for a copy
+    that has rows for all queries of a tile.
     """
     first_query, first_key = where
     q_len, kv_len = lengths

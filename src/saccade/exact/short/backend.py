@@ -18,10 +18,10 @@ from saccade.hardware import SMALL_SHARED
 from saccade.launch.requirements import triton_reasons
 
 MAX_HEAD_DIM = 256
-# batch x heads below which host time decides, of which torch's function needs less: an eager call costs 28 to 64 us of host time
-# in forward and 300 us with backward, torch's 20 to 29 us and 150 us (benchmarks/results/h200/short_auto.csv: forward 0.5x at 768
-# problems, 1.1x to 1.5x at 3,072 up to S = 64 or D = 32 and 0.8x beyond; with backward 0.6x to 0.8x at 3,072 and 1.1x to 2.4x at
-# 8,192)
+# batch x heads below which host time decides, and torch's function needs less of it. An eager call of ours costs 28 to 64 us of
+# host time in forward and 300 us with backward; torch's costs 20 to 29 us and 150 us. In benchmarks/results/h200/short_auto.csv
+# forward is 0.5x at 768 problems; at 3,072 it is 1.1x to 1.5x up to S = 64 or D = 32, and 0.8x beyond. With backward it is 0.6x
+# to 0.8x at 3,072 and 1.1x to 2.4x at 8,192.
 FEWEST_FORWARD, FEWEST = 3072, 8192
 # where host time does not count, these kernels are the faster ones up to this many problems beyond 64 tokens too: plain forward
 # is 1.2x at 96 problems of D = 64 by kernel time and 0.93x at 768 (1.8x and 1.16x when called from C++); with dropout, masks that

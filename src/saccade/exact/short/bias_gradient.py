@@ -1,8 +1,8 @@
 """Summing dbias without atomics: which programs share a bias, and how their partial sums become one gradient.
 
-Problems that read the same bias matrix form a group: of a bias for each of W windows, those of a head in the same window of every
-image. Problem indices are laid out so that `index % groups` is the group, and the number of persistent programs is a multiple of
-`groups`: each program then meets one group only, keeps its sum on chip, and writes one partial `[Tq, Tk]`. The partials of a group
+Problems that read the same bias matrix form a group. With a bias for each of W windows, a group is one head in the same window of
+every image. Problem indices are laid out so that `index % groups` is the group, and the number of persistent programs is a multiple
+of `groups`. So each program meets one group only, keeps its sum on chip, and writes one partial `[Tq, Tk]`. The partials of a group
 are added by one deterministic torch reduction.
 """
 

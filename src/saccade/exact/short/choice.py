@@ -14,11 +14,11 @@ from saccade.nvrtc import obstacles
 # many
 _SHARED_BIAS_PROGRAMS = 4
 # batch x heads from which the table LARGE applies: TMA descriptors cost host time, and the kernel must run longer than that.
-# Inferred, not timed by itself: S = 64, D = 32 with 8,192 problems took 0.62 ms a step, where the large table scales to 0.1 ms on
-# the device. 49,152 is the smallest count measured with it (ViT, benchmarks/results/h100/short_models.csv).
+# Inferred, not timed by itself: 8,192 problems of S = 64, D = 32 took 0.62 ms a step. The large table scales to 0.1 ms on the device.
+# 49,152 is the smallest count measured with it (ViT, benchmarks/results/h100/short_models.csv).
 LARGE_PROBLEMS = 49_152
-# tensor maps are looked up in each call, seven in backward, and the kernel must run longer than that: 4,096 problems of 128 x 64
-# take 0.1 ms
+# Each call looks up tensor maps, backward seven of them, and the kernel must run longer than that: 4,096 problems of 128 x 64
+# take 0.1 ms.
 SM90_ELEMENTS = 2**25
 
 
@@ -66,8 +66,8 @@ def takes_sm90(problem: Problem) -> bool:
 
 
 def shared_bias_programs(problem: Problem, programs_per_sm: int) -> int:
-    """The number of persistent programs that each compute a single head, for a bias that the batch shares, or a single head of a
-    window, for a bias that the images share; 0 without such a bias."""
+    """The number of persistent programs; 0 if no problems share a bias. Each program computes a single head if the batch shares
+    the bias, and a single head of one window if the images share it."""
     windows = problem.windows
     if problem.mask != "bias" or (problem.mask_rows > 1 and not windows):
         return 0

@@ -113,8 +113,8 @@ class BackwardPlan:
 def describe(tensor: Tensor, rows: int, cols: int) -> Any:
     """TMA descriptor of a `[B, H, T, D]` tensor as `[B, T, H, D]`, with tiles `[1, rows, 1, cols]`.
 
-    The order matters: with `[1, 1, rows, cols]` Triton feeds K and V to the matrix units from shared memory, which needs a third
-    buffer of each and no longer fits at S = 128, D = 64; with `[1, rows, 1, cols]` they go through registers.
+    The order matters. With `[1, 1, rows, cols]` Triton feeds K and V to the matrix units from shared memory. That needs a third
+    buffer of each, which no longer fits at S = 128, D = 64. With `[1, rows, 1, cols]` they go through registers.
     """
     tensor = tensor.transpose(1, 2)
     # the stride of an axis of size 1 is never used, but the descriptor checks its alignment too
@@ -167,8 +167,8 @@ _FARTHEST = 2**31 // 256
 def row_strides(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
     """(strides of `[B, H, T, D]` tensors that a kernel takes as arguments, ROW_STRIDES: its constants).
 
-    Arguments are (batch, head), and the row stride is a constant of the compiled kernel; but where all tensors have their tokens outside the
-    batch, `[T, B, H, D]`, it holds the number of sequences, and is the third argument, with 0 as its constant.
+    Arguments are (batch, head), and the row stride is a constant of the compiled kernel. In the layout `[T, B, H, D]`, tokens outside the
+    batch, the row stride depends on the number of sequences. If all tensors have it, the row stride is the third argument and its constant is 0.
     """
     several = [t for t in tensors if t.shape[2] > 1]  # the row stride of one token says nothing
     outside = bool(several) and all(t.stride(0) < t.stride(2) < _FARTHEST for t in several)
@@ -177,7 +177,7 @@ def row_strides(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, ...]], tuple
 
 
 def bias_strides(bias: Tensor | None, full: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """The same of a bias; with the number of windows behind where it has a row for each (see `windows_of`)."""
+    """The strides of a bias as `strides4` gives them, and behind them the number of windows if each has its own bias (see `windows_of`)."""
     windows = windows_of(bias, full[0])
     return (*strides4(bias, (windows, *full[1:])), windows) if windows else strides4(bias, full)
 

@@ -28,7 +28,7 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
         return out.zero_(), lse.fill_(float("-inf"))
     launches, signed = launches_of(args), ("forward", aligned(args), config)
     launch = launches.get(signed) or launches.remember(signed, _plan_forward(args, out, config))
-    # stands in for absent optional tensors, which the kernel never reads
+    # takes the place of absent optional tensors, which the kernel never reads
     q = query
     tensors = (
         q, key, value, q if bias is None else bias, q if mask is None else mask, q if lengths is None else lengths,

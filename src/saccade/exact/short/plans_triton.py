@@ -291,9 +291,8 @@ def _features(args: AttentionArgs, bias_shared: bool = False) -> tuple[bool | in
 
 
 def _tile(extent: int, args: AttentionArgs) -> int:
-    """Rows of a tile that a product sums over. At least 32 under a boolean mask: following the mask's bytes, Triton 3.6 then
-    packs 8 elements of the inner dimension per lane, and with 16 rows lanes repeat one another, which gives wrong sums
-    (small-mask-lengths-dropout)."""
+    """Rows of a tile that a product sums over. At least 32 under a boolean mask: its bytes make Triton 3.6 pack 8 elements of the
+    inner dimension per lane. With 16 rows lanes then repeat one another, and sums are wrong (case small-mask-lengths-dropout)."""
     return max(tile_size(extent), 16 if args.mask is None else 32)
 
 

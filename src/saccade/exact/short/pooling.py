@@ -1,12 +1,11 @@
-"""A single query (Tq = 1), such as that of a CLS token: a weighted mean of the values, forward and backward, without matrix
-units.
+"""A single query (Tq = 1), such as that of a CLS token: a weighted mean of the values, without matrix units, in both directions.
 
     forward    s = scale * K q, p = softmax(s), o = p V
     backward   dV = p dO^T, dp = V dO, ds = p * (dp - sum(p * dp) + dlse), dK = scale * ds q^T, dq = scale * ds K
 
-At one FLOP per byte only the memory traffic counts (k and v are read; backward also writes dk and dv). A program takes HEADS
+At one FLOP per byte only the memory traffic counts: k and v are read, and backward also writes dk and dv. A program takes HEADS
 adjacent heads of one batch row as one `[HEADS, BLOCK_KV, CHUNK]` tile, so that at D = 32 neighbouring 64-byte rows are read
-together. The head dim is streamed in chunks where a whole K and V would spill; only backward then reads anything twice: K, the
+together. The head dim is streamed in chunks where a whole K and V would spill. Only backward then reads anything twice: K, the
 second time from L2.
 Source: paper 002, "separate fwd/bwd kernels for a case where len(q)=1".
 """

@@ -1,8 +1,8 @@
 """Launches of the CUDA C++ kernels for sm_90a: the compile options, shared memory and arguments of each form.
 
-At S = 128 Triton keeps tiles and both score matrices in registers, so that one program fills a multiprocessor and its phases wait
-for each other. These kernels keep every tile in shared memory; the copy engine brings the tiles there and takes the results from
-there. They take plain and causal calls in 16-bit dtypes; masks, biases, lengths, dropout and grouped heads stay with Triton.
+At S = 128 Triton keeps tiles and both score matrices in registers, so one program fills a multiprocessor and its phases wait for
+each other. These kernels keep every tile in shared memory; the copy engine brings the tiles there and takes the results from
+there. They take plain and causal calls in 16-bit dtypes. Masks, biases, lengths, dropout and grouped heads stay with Triton.
 Source: paper 002; the memory traffic is the minimum it gives.
 """
 

@@ -1,7 +1,7 @@
 """Device functions shared by the short family: tile loads and stores, visibility, dropout.
 
-A tile is `[ROWS, COLS]`, or `[HEADS, ROWS, COLS]` when a program handles several adjacent heads: at D = 32 one head's row is
-64 bytes, half a cache line, and one warp per head then needs no exchange with the others.
+A tile is `[ROWS, COLS]`, or `[HEADS, ROWS, COLS]` when a program handles several adjacent heads. At D = 32 one head's row is
+64 bytes, half a cache line. One warp per head then needs no exchange with the others.
 `AXIS` counts axes from the end: 2 is the row axis of a tile, 1 its column axis.
 """
 
@@ -198,8 +198,8 @@ def dropout_keep(
     return keep != 0
 
 
-# how a mask or bias is read: not at all, as a tile for each problem, as one row for all queries (query stride 0), or (only a
-# bias) as a tile that all problems of a persistent program share, loaded once before its loop
+# How a mask or bias is read. ABSENT: not at all. TILE: as a tile for each problem. ROW: as one row for all queries (query stride 0).
+# SHARED, a bias only: as a tile that all problems of a persistent program share, loaded once before its loop.
 ABSENT, TILE, ROW, SHARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -278,11 +278,11 @@ def masked_scores(
 
 @triton.jit
 def clear_unseen(tile, seen):
-    """Zero the rows of a key or value tile that no query of the block sees: otherwise a NaN there, times a weight of 0, would
-    leak."""
+    """Zero the rows of a key or value tile that no query of the block sees. Otherwise a NaN there would leak, as a weight of 0
+    times NaN is NaN."""
     any_query = tl.max(seen.to(tl.int32), axis=len(seen.shape) - 2)  # [.., BLOCK_KV]
-    # with bit operations and not `where`: for a matrix operand of 16 columns Triton 3.8 and 3.9 pass the booleans of `where`
-    # through shared memory, which does not accept single bits
+    # Bit operations in place of `where`. For a matrix operand of 16 columns Triton 3.8 and 3.9 pass the booleans of `where`
+    # through shared memory, which does not accept single bits.
     BITS: tl.constexpr = tl.int32 if tile.dtype == tl.float32 else tl.int16
     ones = (0 - any_query).to(BITS)
     return (tile.to(BITS, bitcast=True) & expand(ones, 1)).to(tile.dtype, bitcast=True)

@@ -4,18 +4,19 @@
 
 - float64: the reference on the same numbers promoted to float64.
 - baseline: the textbook formula with the roundings that a kernel cannot avoid. Products of the working dtype are summed in
-  float32, but the weights are rounded to the working dtype before `P V` and `P^T dO`, the score gradients before `dS K` and
-  `dS^T Q`, and each result once at the end. Nothing that only a careless kernel rounds (scores, dP, lse) is rounded here. In
-  float32 it is the plain formula in float32.
-- factor: 2 for out and lse, 3 for gradients. Errors are the largest of the tensor, or what the baseline's may well be, by
-  the roundings that it has (`saccade.testing.likely`), if that is more: where there are few numbers, theirs may be small by chance.
-- one rounding: half a unit in the last place of the largest result, and one of float32 in the largest sum of absolute terms
-  (a gradient that cancels to zero still carries the rounding of what cancelled). A weight carries the absolute roundings of its
-  exponent as relative ones: in forward that of the score and that of a maximum that rises from tile to tile; three in backward, which
-  computes the weight again from the score, the stored lse and their difference. It also carries those of what makes it: in forward
-  both exponentials, the reciprocal of the sum of weights and the product with it, in backward two of the exponential, whose fast
-  form is not rounded correctly. lse itself is rounded three times on its way through base 2, and its
-  sum of weights once. All of this is float32, so it shows in float32 alone.
+  float32. Weights are rounded to the working dtype before `P V` and `P^T dO`, score gradients before `dS K` and `dS^T Q`, and
+  each result once at the end. Scores, dP and lse, which only a careless kernel rounds, are not rounded here. In float32 it is
+  the plain formula in float32.
+- factor: 2 for out and lse, 3 for gradients. An error is the largest of the tensor. The baseline's counts as no smaller than its
+  roundings make likely (`saccade.testing.likely`): if there are few numbers, their errors may be small by chance.
+- one rounding: half a unit in the last place of the largest result, and one of float32 in the largest sum of absolute terms. The
+  second is for a gradient that cancels to zero: it still carries the rounding of what cancelled. A weight carries the absolute
+  roundings of its exponent as relative ones. Forward has two: that of the score, and that of a maximum that rises from tile to
+  tile. Backward has three, because it recomputes the weight from the score, the stored lse and their difference. A weight also
+  carries the roundings of the operations that make it. In forward these are both exponentials, the reciprocal of the sum of
+  weights and the product with it. In backward they are two of the exponential, whose fast form is not rounded correctly. lse
+  itself is rounded three times on its way through base 2, and its sum of weights once. All of this is float32, so it shows in
+  float32 alone.
 
 The root mean square of the error must also stay below 0.005 of that of the result, or below twice the baseline's own.
 """
@@ -39,8 +40,8 @@ from saccade.testing.roundings import UNAVOIDABLE, Roundings
 # every shape. Without that rounding in its baseline `ragged` reached 1.06 of its budget in 1 of 32 random problems (float16, with dropout),
 # with it 0.6. And those whose forward sums in float16: see `Roundings`
 _WHOLE_ROWS, _HALF_SUMS = ("short", "reference"), ("volta_fp16",)
-# and those that round the weights before dS: without that in its baseline a soak of bfloat16 with two keys, one of which had most of the weight,
-# reached 1.11 of the budget
+# And those that round the weights before dS. When the baseline did not do so, a soak of bfloat16 reached 1.11 of the budget. It had two keys, one of
+# them with most of the weight.
 _ROUNDED_WEIGHTS = ("short", "auto")
 # and those that round the gradients of scores before they add them up to that of a bias: torch's, which "auto" may take
 _ROUNDED_TERMS = ("sdpa", "auto")

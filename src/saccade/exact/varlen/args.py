@@ -61,9 +61,9 @@ class VarlenArgs(NamedTuple):
     """The tensors and numbers of one call, after checking.
 
     Shapes: query `[Tq, H, D]`, key and value `[Tk, Hkv, D]`, cu_seqlens int32 `[B + 1]`, bias `[H, max_q, max_k]`, seed int64 `[1]` (the
-    Philox key, None without dropout). causal: FULL, UPPER_LEFT, BOTTOM_RIGHT or, with a window, FULL_BOTTOM_RIGHT. Kernels that take dense rows too find there a bias
-    `[W, H, Tq, Tk]`, of which row b reads b % W, and a boolean mask `[B, H, Tq, Tk]`, both perhaps of strides 0; no op of packed sequences takes
-    the mask, which is therefore last.
+    Philox key, None without dropout). causal: FULL, UPPER_LEFT, BOTTOM_RIGHT or, with a window, FULL_BOTTOM_RIGHT. Kernels that also take dense rows
+    find there a bias `[W, H, Tq, Tk]`, whose matrix b % W is for row b, and a boolean mask `[B, H, Tq, Tk]`. Either may have strides of 0. The mask is
+    the last field, because no op of packed sequences takes it.
     """
 
     query: Differentiable
@@ -84,7 +84,7 @@ class VarlenArgs(NamedTuple):
 
 
 def of_dense(args: AttentionArgs) -> VarlenArgs:
-    """Dense rows as the record of sequences: their lengths, or None for whole rows, stand in both places of cu_seqlens."""
+    """Dense rows as the record of sequences: both fields of cu_seqlens hold their lengths, or None for whole rows."""
     causal = UPPER_LEFT if args.is_causal else FULL
     lengths: Any = args.lengths  # of whole rows nothing is read there
     batch, heads, q_len, _ = args.query.shape

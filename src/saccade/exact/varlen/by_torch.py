@@ -214,8 +214,8 @@ def _added(args: VarlenArgs, q_len: int, k_len: int) -> tuple[Tensor | None, boo
 
 
 def _as_added(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask as torch's function takes it. On a GPU -inf, as torch's cuDNN kernels take the least finite number for a boolean mask, and the
-    mean of the values where nothing is seen."""
+    """A boolean mask as torch's function takes it. On a GPU it becomes a bias of -inf. For a boolean mask torch's cuDNN kernels add the least finite
+    number, and give the mean of the values to a query that sees nothing."""
     if seen.device.type == "cpu":
         return seen
     return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, float("-inf"))

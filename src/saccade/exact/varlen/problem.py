@@ -233,8 +233,8 @@ def _check_bias(bias: Any, query: Tensor, heads: int, max_q: int, max_k: int) ->
 
 
 def on_the_host(query: Tensor, *offsets: Any) -> bool:
-    """Whether the host may read the offsets of a call: not where a program is made that is to run with others too (compiled, captured, traced),
-    nor where torch.func maps over them or makes them functional."""
+    """Whether the host may read the offsets of a call. It may not while a program is compiled, captured or traced, as that will run with other offsets
+    too. Nor may it if torch.func maps over them or makes them functional."""
     if compiled_or_captured(query) or torch._C._get_tracing_state() is not None:
         return False
     if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:

@@ -1,5 +1,5 @@
-"""Launch shapes of the Volta kernels, chosen so that nothing spills (tests/exact/test_volta.py) and by instruction counts (experiments/volta/predict_volta.py):
-none has been measured on a V100 or T4."""
+"""Launch shapes of the Volta kernels. They spill nothing (tests/exact/test_volta.py) and were chosen by instruction counts
+(experiments/volta/predict_volta.py). None has been measured on a V100 or T4."""
 
 from __future__ import annotations
 
