@@ -106,16 +106,16 @@ def dynamic_mask_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to the `keep` best keys, `softmax(scale * Q K^T + key_scores) V`, trainable, O(Tq * keep) time and memory.
 
-    Query i, at position `Tk - Tq + i` (the last query sees the last key), keeps those `keep` of the keys it may see that have the
-    largest (key_scores_j, j). They are ranked in float32 without gradient; ties go to the newer key, so equal scores give a
+    Query i is at position `Tk - Tq + i`, so the last query sees the last key. It keeps the `keep` keys with the largest (key_scores_j, j)
+    among those that it may see. They are ranked in float32 without gradient; ties go to the newer key, so equal scores give a
     sliding window. Gradients are those of dense attention restricted to the kept keys; a key that no query keeps gets exactly 0.
 
     Args:
         query: `[B, H, Tq, D]`. DTensors may be sharded by batch or heads; for a sharded sequence see `saccade.distributed`.
         key: `[B, Hkv, Tk, D]`.
         value: `[B, Hkv, Tk, D]`.
-        key_scores: `[B, Hkv, Tk]`, floating and finite (the check waits for the device); added to the scores unless
-            `add_scores=False`, with which it only ranks the keys.
+        key_scores: `[B, Hkv, Tk]`, floating and finite (the check waits for the device). Added to the scores; with
+            `add_scores=False` they only rank the keys.
         keep: keys that each query keeps, at least 1.
         is_causal: a query sees keys up to its own position; otherwise all queries keep the same set of keys.
         lengths: int32 or int64 `[B]`, number of real keys; keys beyond it never compete and may hold anything, NaN included. A NaN in a real
@@ -124,11 +124,10 @@ def dynamic_mask_attention(
             document.
         cu_seqlens: int32 or int64 `[N + 1]`, from 0 to Tk without decreasing, in place of `document_ids` for B = 1: document n holds the
             tokens `cu_seqlens[n]` to `cu_seqlens[n + 1] - 1`.
-        sinks: the first keys of each document (of the row, without documents) that every later query keeps besides, whatever
+        sinks: how many first keys of each document (of the row, without documents) every later query also keeps, whatever
             their scores. Neither sinks nor a window change which keys are the `keep` best: a query keeps the union, at most
             `keep + sinks + window` keys.
-        window: keys that a query keeps besides because they are the newest: itself and the `window - 1` before it (causal calls
-            alone).
+        window: how many of the newest keys a query also keeps: its own and the `window - 1` before it (causal calls only).
         add_scores: whether `key_scores` are added to the scores, or only rank the keys.
         scale: factor on `Q K^T`, `1/sqrt(D)` by default.
         enable_gqa: grouped-query attention: `Hkv` may be a divisor of `H`; otherwise it is `H`.

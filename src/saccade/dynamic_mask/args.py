@@ -63,8 +63,8 @@ class CausalCall(Protocol):
 
 
 class DynamicMaskLaunchers(NamedTuple):
-    """Entry points of a family of `dynamic_mask_attention`. `start` and `stop` are the interval of positions that keep each key;
-    `max_new_keys` bounds the number of keys that any two queries keep together, not counting the keys that lie between the two.
+    """Entry points of a family of `dynamic_mask_attention`. `start` and `stop` are the interval of positions that keep each key.
+    `max_new_keys` bounds how many keys any two queries keep together, without the keys that lie between the two.
 
     forward:   `(query, key, value, key_scores | None, start, stop, max_new_keys, scale) -> (out, lse)`
     backward:  `(dout, dlse | None, out, lse, *the arguments of forward) -> (dq, dk, dv, dscores)`; dk and dv may share memory

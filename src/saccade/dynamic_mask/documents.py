@@ -14,7 +14,7 @@ from saccade.errors import InvalidArgument
 
 
 def documents_of(cu_seqlens: Tensor, key_scores: Tensor, document_ids: Tensor | None) -> Tensor:
-    """The document of each token, int32 `[B, Tk]`, of the only row or of none, as a shard may hold: n for the tokens `cu_seqlens[n]` to `cu_seqlens[n + 1] - 1`.
+    """The document of each token, int32 `[B, Tk]`: n for the tokens `cu_seqlens[n]` to `cu_seqlens[n + 1] - 1`. B is 1, or 0 on a shard without a row.
 
     The values are checked once per tensor, which waits for the device, unless they cannot be read yet (tracing, capture).
 

@@ -28,8 +28,8 @@ def by_kernels(*tensors: Tensor) -> bool:
 
 
 def rank(scores: Tensor, fault: Tensor | None = None) -> Tensor:
-    """Keys of P parts, scores `[P, B, Hkv, n]`, as int64 `[B, Hkv, P * n]` in the order of (score, position). fault: becomes 1 if a score is not
-    finite in float32."""
+    """The ranks of keys of P parts, scores `[P, B, Hkv, n]`: int64 `[B, Hkv, P * n]`, ordered as (score, position). fault: becomes 1 if a score is
+    not finite in float32."""
     from saccade.dynamic_mask.selection import offers_triton
 
     return offers_triton.rank(scores, fault)

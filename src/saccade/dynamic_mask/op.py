@@ -60,8 +60,8 @@ def intervals(
 def causal_call(
     query: Tensor, key: Tensor, value: Tensor, keep: int, adds_scores: bool, scale: float, backend: str, launches: LaunchCache
 ) -> CausalCall | None:
-    """Selection, its check and forward of a causal call in one call of `DynamicMaskLaunchers.causal`, which takes less host time;
-    None where the backend has none. Only for `eager` tensors, in calls that are not captured."""
+    """Selection, its check and forward of a causal call in one call of `DynamicMaskLaunchers.causal`, which takes less host time.
+    None if the backend lacks it. Only for `eager` tensors, in calls that are not captured."""
     find = launchers(backend).causal
     return None if find is None else find(query, key, value, keep, adds_scores, scale, launches)
 

@@ -37,8 +37,8 @@ class DynamicMaskCache:
         out = cache.attend(q_draft, k_draft, v_draft, s_draft, commit=False)          # speculative tokens
         cache.commit(accepted)                                                        # the first accepted[b] of row b enter
 
-    On a GPU that the decode kernel supports, a token takes one launch and waits for nothing. From the first decoded token on, the memory of
-    the cache stays in place, so steps of the same shapes can be captured in a CUDA graph. The graph stays valid after `reset`, after
+    On a GPU that the decode kernel supports, a token takes one launch and waits for nothing. The memory of the cache stays in
+    place from the first decoded token on, so a CUDA graph can capture steps of the same shapes. The graph stays valid after `reset`, after
     `attend` (also of a new prompt), and after `take_rows` with the same number of rows. Replay it on one stream at a time.
 
     Args:
@@ -109,17 +109,16 @@ class DynamicMaskCache:
             query: `[B, H, T, D]` of T new tokens.
             key: `[B, Hkv, T, D]` of the same tokens.
             value: `[B, Hkv, T, D]` of the same tokens.
-            key_scores: `[B, Hkv, T]` of the same tokens, finite. The decode kernel on a GPU does not check this, because a check would
-                wait for the device at every token: a NaN score ranks above all others, stays in the cache, and makes every later
-                output of its head NaN.
+            key_scores: `[B, Hkv, T]` of the same tokens, finite. The decode kernel on a GPU does not check this, because a check would wait
+                for the device at every token. A NaN score ranks first, stays in the cache, and makes later outputs of its head NaN.
             lengths: `[B]`, how many of the new tokens are real, counted from the first, or up to the last with
-                `padding_side="left"`; the others may hold anything, NaN included, and their output is meaningless.
+                `padding_side="left"`. The others may hold anything, NaN included, and their output is meaningless.
             scale: as in `dynamic_mask_attention`.
             enable_gqa: as in `dynamic_mask_attention`.
             add_scores: as in `dynamic_mask_attention`.
             backend: "auto"; "decode" (at most 8 tokens without gradient; "auto" chooses it on a GPU where it can); or a backend
                 of `dynamic_mask_attention`, which then runs over the entries and new tokens together.
-            padding_side: "right" or "left", the side of a row on which tokens that are not real stand.
+            padding_side: "right" or "left", the side of a row with the tokens that are not real.
             commit: False leaves the cache as it is. `commit` then takes in as many of these tokens as were accepted; any other
                 call forgets them.
 

@@ -32,16 +32,16 @@ class Entries:
         return Entries(*(x.gather(2, wide.expand(*index.shape, x.shape[3]) if x.dim() == 4 else index) for x in self.tensors()))
 
     def best(self, keep: int, sinks: int, window: int) -> Entries:
-        """Those that a later token may see, in the order of their positions: the `keep` best by (score, position), and with the first `sinks` and
-        the last `window` tokens `sinks + window` more."""
+        """Those that a later token may see, in the order of their positions: the `keep` best by (score, position). With sinks and a window they
+        are `sinks + window` more: the first `sinks` and the last `window` tokens."""
         # padding and unused entries have position -1 and rank last
         real = self.position >= 0
         order = torch.argsort(self.position, dim=-1, stable=True)
         scores = self.scores.masked_fill(~real, float("-inf")).gather(2, order)
         sinks, window = min(sinks, _MOST), min(window, _MOST)
         if (sinks or window) and order.shape[2]:
-            # before all others, so that all heads hold the same number of entries. The best `keep` of the others hold every key that is among
-            # the `keep` best of all and neither a sink nor in the window
+            # Before all others, so that all heads hold the same number of entries. A key that is among the `keep` best of all is also
+            # among the best `keep` of those that are neither sinks nor in the window, if it is one of them.
             at = self.position.gather(2, order)
             newest = at.amax(-1, keepdim=True)
             scores = scores.masked_fill((at >= 0) & ((at < sinks) | (at > newest - window)), float("inf"))
@@ -50,8 +50,8 @@ class Entries:
         return self.taken(best.gather(2, torch.argsort(self.position.gather(2, best), dim=-1, stable=True)))
 
     def parts(self, first: int) -> Tensor:
-        """The documents of entries and, from index `first` on, new tokens, int64 `[B, n]`: unused entries, tokens, padding. All heads of a row
-        have the same number of tokens, so one head stands for all."""
+        """The documents of entries and, from index `first` on, of new tokens, int64 `[B, n]`, in the order unused entries, tokens, padding. All
+        heads of a row have the same number of tokens, so one head is enough."""
         used = self.position[:, 0] >= 0
         other = torch.where(torch.arange(used.shape[1], device=used.device) < first, 0, 2)
         return torch.where(used, 1, other)

@@ -5,22 +5,23 @@
     out = softmax(scale * q K^T + score) V over the resulting entries
 
 With sinks and a window `size` is `keep + sinks + window`. The first and the newest tokens, the new one among them, are never the
-lowest. The entries are then more than the query keeps, which is the first, the newest and the `keep` best of all: each other entry
+lowest. The query keeps the first, the newest and the `keep` best of all, and there are more entries than these. So each other entry
 counts how many rank above it, in `size` comparisons.
 
 A program owns one key head of one batch row and 1 / SPLITS of its places; the query heads of the group are the rows of its
-products. Every program scans all scores itself (8 bytes a place), starts to load its keys and values before that scan ends, and
-inserts the new token into its tile on chip. No program writes the entries until all have read them: the program that arrives last
-at the counter of its head combines the parts, writes the output, writes the new token into its place, and resets the counter.
+products. Every program scans all scores itself (8 bytes a place) and starts to load its keys and values before that scan ends. It
+inserts the new token into its tile on chip. No program writes the entries until all have read them. The program that arrives last
+at the counter of its head combines the parts, writes the output and the new token, and resets the counter.
 
 Source: paper 004, Eq. 5 to 10 and Listing 1; that eviction is final is ours (`saccade.dynamic_mask.selection.intervals`).
 
 Estimate for B = 1, Hkv = 8, group 4, D = 128, keep = 1024, bfloat16 on 132 multiprocessors (not a measurement):
     one program per head   8 multiprocessors read 512 KB each at 60 to 100 bytes a clock: 3 to 5 us for the bytes,
                            10 us with latencies
-    16 splits per head     128 programs read 32 KB each (8 KB more of scores, from L2): about 0.3 us of bytes, so
-                           latencies decide:
-        launch 2, first loads and scan 1.5, two products and softmax 1, parts, counter and combining 2.5, in all 6 to 8 us
+    16 splits per head     128 programs read 32 KB each (8 KB more of scores, from L2): about 0.3 us for the bytes.
+                           Latencies decide: launch 2, first loads and scan 1.5, two products and softmax 1,
+                           parts, counter and combining 2.5, in all 6 to 8 us.
+
 The time depends only on `keep`, not on the length of the history.
 """
 
@@ -31,7 +32,7 @@ from saccade.dynamic_mask.log2 import LN2, to_log2
 
 _LOWEST = tl.constexpr(-(2**63))
 _NOWHERE = tl.constexpr(2**31 - 1)
-# entries that those of a tile are compared with at a time: as many as the tile has leave hardly a register of a thread
+# How many entries those of a tile are compared with at a time. As many as the tile has would take nearly all registers of a thread.
 _OTHERS = tl.constexpr(16)
 
 

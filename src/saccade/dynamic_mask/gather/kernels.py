@@ -1,11 +1,11 @@
-"""Dynamic mask attention in Triton: a program owns a few queries of all heads of a group and walks the list of their kept keys.
+"""Dynamic mask attention in Triton: a program owns a few queries, in all heads of a group, and walks the list of their kept keys.
 
     rows of a program: BLOCK_Q queries x GROUP heads of one key head      [ROWS, D]
-    forward takes BLOCK_N keys of the list at a time and gathers their rows of K and V by index
+    forward takes BLOCK_N keys of the list at a time and gathers their rows of K and V by index.
         S = Q Kg^T + score, masked by the interval of each key -> online softmax -> O += P Vg
-    backward, one pass: recomputes the scores, sums dQ on chip, and adds dK, dV and dscore in float32 with atomics
+    backward, one pass: recomputes the scores, sums dQ on chip, and adds dK, dV and dscore in float32 with atomics.
     backward, deterministic: first dQ as above; then programs that own BLOCK_N keys compute dK, dV and dscore. The keys are sorted
-        so that those of a tile have similar intervals, and a program reads the queries of its tile's span in order
+        so that those of a tile have similar intervals. A program reads the queries of its tile's span in order.
 
 Packing the heads of a group into the rows of a small query block keeps the lists short (w + BLOCK_Q) and the products large.
 Source: paper 004, Eq. 5 to 10. Traffic: K and V rows of each block's list, (w + BLOCK_Q) / BLOCK_Q times n * D, mostly from L2.

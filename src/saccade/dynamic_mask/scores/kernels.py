@@ -1,9 +1,9 @@
-"""The kernels of `dynamic_mask_scores`. They import Triton, so whoever launches them imports them late.
+"""The kernels of `dynamic_mask_scores`. They import Triton, so their launchers import this module late.
 
 Both are bound by memory: the products of a value with Hkv heads take far less time than its bytes. Forward reads each value once. Backward reads
-it once and writes its gradient once. It makes no product z again, which would take a pass over whole rows before the first gradient; forward saves
-the derivatives of the scores, 8 * Hkv bytes a token where its values have 2 * Hkv * D. They are saved and not z, since each chunk of a row needs
-them, and exponentials for each chunk would take a quarter of the time of the bytes (computed from instruction counts, not measured).
+it once and writes its gradient once. Backward does not recompute a product z, which would take a pass over whole rows before the first gradient.
+Instead forward saves the derivatives of the scores: 8 * Hkv bytes a token, whose values have 2 * Hkv * D. It saves them and not z, because each
+chunk of a row needs them. Exponentials for each chunk would take a quarter of the time of the bytes (computed from instruction counts, not measured).
 """
 
 import triton

@@ -1,5 +1,4 @@
-"""The interval of every key on a GPU, computed in CUDA C++ where NVRTC is available and in Triton otherwise, bit for bit the
-same."""
+"""The interval of every key on a GPU: computed in CUDA C++ if NVRTC is available, else in Triton. Both give the same bits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Expiry of every key on a GPU in CUDA C++, in two launches that sort chunks of keys and search them.
 
-    expiry_j = min { i : #{ j' <= i, j' ranks above j } >= keep }          (`saccade.dynamic_mask.selection.intervals`, which this
-    must equal bit for bit)
+    expiry_j = min { i : #{ j' <= i, j' ranks above j } >= keep }
+
+The result must equal that of `saccade.dynamic_mask.selection.intervals`, bit for bit.
 
 Positions are cut into chunks.
     sort:    each chunk is sorted in descending order of (score, position), by a merge sort whose runs are kept as a tree
@@ -9,11 +10,11 @@ Positions are cut into chunks.
              expires in that chunk, at the position where the count becomes complete, which is found by one walk down the chunk's
              tree
 
-Work per row: n log CHUNK to sort, at most n (n / CHUNK) log CHUNK to search. A key stops where it expires, so that on random
-scores the average key searches keep (1 + log(n / keep)) / CHUNK chunks, and the last of them, which never expires, all n / CHUNK.
+Work per row: n log CHUNK to sort, at most n (n / CHUNK) log CHUNK to search. The search for a key stops where the key expires. On
+random scores it takes keep (1 + log(n / keep)) / CHUNK chunks on average. A key that never expires takes all n / CHUNK.
 
 Triton has no way to search in shared memory, so its kernels (`expiry_triton.py`) compare every pair of a chunk's keys and
-survivors; they run where there is no NVRTC.
+survivors. They run if there is no NVRTC.
 """
 
 from __future__ import annotations

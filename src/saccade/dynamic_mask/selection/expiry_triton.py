@@ -1,15 +1,16 @@
 """Expiry of every key on a GPU, in Triton: O(n * keep) work, no sort of the whole row, no `[n, n]` tensor.
 
-    expiry_j = min { i : #{ j' <= i, j' ranks above j } >= keep }          (`saccade.dynamic_mask.selection.intervals`, which this
-    must equal bit for bit)
+    expiry_j = min { i : #{ j' <= i, j' ranks above j } >= keep }
 
-Positions are cut into chunks of CHUNK. Only keys that are among the best `keep` at the start of a chunk, or belong to it, can
-expire in it, so that
-    best:    the best `keep` keys of each chunk, then of all chunks up to each: "the best of two lists" is associative, so this is
-             a scan, log2(n / CHUNK) launches that each choose `keep` of `2 * keep`
-    admit:   the keys of a chunk that not all survivors of its past beat
-    expire:  each survivor and each admitted key counts who ranks above it: among the survivors, then along the chunk, where it
-             may reach `keep`
+The result must equal that of `saccade.dynamic_mask.selection.intervals`, bit for bit.
+
+Positions are cut into chunks of CHUNK. The survivors of a chunk's past are the best `keep` keys before it. Only these and the keys
+of the chunk itself can expire in the chunk. There are three kinds of launches:
+    best:    finds the best `keep` keys of each chunk, then of all chunks up to each. "The best of two lists" is associative, so
+             this is a scan: log2(n / CHUNK) launches that each choose `keep` of `2 * keep`.
+    admit:   drops the keys of a chunk that all survivors of its past beat.
+    expire:  for each survivor and each admitted key, counts the keys that rank above it: among the survivors, then along the
+             chunk, where the count may reach `keep`.
 Work: n / CHUNK * (2 * keep * 32 for each step of the scan + (keep + admitted)^2) comparisons; a row of 32,768 is 16 chunks.
 """
 
@@ -140,8 +141,8 @@ def _expire_kernel(
         entry = tl.load(survivors + along, mask=from_past, other=0) | tl.load(
             own + along - past, mask=mine & (along >= past), other=0
         )
-        # rivals are loaded one tile ahead, and their counts are summed per lane before they are summed per row: both take longer
-        # than a tile
+        # Rivals are loaded one tile ahead, because a load takes longer than a tile. So does a sum per row: counts are summed per
+        # lane first.
         higher = tl.zeros((KEYS, RIVALS), tl.int32)
         rivals = _load_rivals(survivors, 0, past, RIVALS)
         for begin in range(0, past, RIVALS):

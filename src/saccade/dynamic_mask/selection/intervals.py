@@ -6,11 +6,11 @@ For a fixed order of the keys the causal rule "query i keeps the w best keys amo
     expiry_j = min { i : #{ j' <= i, j' ranks above j } >= w }
              = the w-th smallest position among the keys that rank above j
 
-Keys are ranked by (score, position) in float32, so ties go to the newer key. Listed in descending rank, the keys above j are a
-prefix of the list, and the w-th smallest position of a prefix is found by one descent of a wavelet matrix: a sort, log2(n) stable
-bit partitions and as many look-ups for each key, for all keys and heads in parallel. Source: "Trainable Dynamic Mask Sparse
-Attention" (paper 004), Listing 1 (per-query causal top-w); the interval form and its computation are ours. On a GPU
-`expiry_cuda.py` and `expiry_triton.py` beside this file compute the same.
+Keys are ranked by (score, position) in float32, so ties go to the newer key. In a list by descending rank, the keys above j are a
+prefix. One descent of a wavelet matrix finds the w-th smallest position of a prefix. This takes a sort, log2(n) stable bit
+partitions and as many look-ups for each key, for all keys and heads in parallel. On a GPU `expiry_cuda.py` and `expiry_triton.py`
+beside this file compute the same. Source: "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 (per-query causal
+top-w); the interval form and its computation are ours.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def intervals(
 
 
 def with_always(stop: Tensor, sinks: int, window: int, lengths: Tensor | None, document_ids: Tensor | None) -> Tensor:
-    """The ends of causal intervals, int32 `[B, Hkv, Tk]`, with the keys that are kept whatever their scores: the first `sinks` of a document to
-    its end, and each key for at least `window` positions, its own included.
+    """The ends of causal intervals, int32 `[B, Hkv, Tk]`, extended by sinks and a window. Whatever their scores, the first `sinks` keys of a document
+    are kept to its end, and each key for at least `window` positions, its own included.
 
     A key that is kept for several reasons is kept until the last of them ends, so it still has one interval.
     """
@@ -154,9 +154,9 @@ def block_lists(start: Tensor, stop: Tensor, q_len: int, block: int) -> tuple[Te
 def ranked_by_document(key_scores: Tensor, document_ids: Tensor) -> Tensor:
     """float32 `[B, Hkv, Tk]` in the order of (document, score, position), for kernels that know no documents.
 
-    A key of a later document then ranks above every key of an earlier one, so that the positions of the keys above a key are those in its own
-    document, followed by positions behind its end: `causal_expiry` of these numbers, cut off there, is that of the documents. The numbers are
-    ranks as bits of normal floats, distinct up to 2^31 keys.
+    A key of a later document then ranks above every key of an earlier one. So the keys above a key lie in its own document, or behind the end of
+    that document. `causal_expiry` of these numbers, cut off at that end, is the expiry within documents. The numbers are ranks as bits of normal
+    floats, distinct up to 2^31 keys.
     """
     batch, _, kv_len = key_scores.shape
     starts, _ = _documents(document_ids, batch, kv_len, key_scores.device)
@@ -204,9 +204,9 @@ def _descending(scores: Tensor, starts: Tensor, valid: Tensor, grouped: bool) ->
 def _order_statistic(order: Tensor, prefix: Tensor, index: Tensor) -> Tensor:
     """The `index`-th smallest value (from 0) among the first `prefix` entries of `order`; undefined where `prefix <= index`.
 
-    order, prefix, index: int64 `[B, Hkv, n]`; `order` is a permutation of 0..n-1. This descends a wavelet tree: at level `bit`
+    order, prefix, index: int64 `[B, Hkv, n]`; `order` is a permutation of 0..n-1. This descends a wavelet tree. At level `bit`
     the entries are sorted stably by their bits above it, so that those with the prefix `value` start at index `value`. All
-    integers are int32 except the indices of gathers, which takes a third less time than int64 on a CPU.
+    integers are int32 except the indices of gathers. That takes a third less time than int64 on a CPU.
     """
     count = order.shape[2]
     small = torch.int32

@@ -25,7 +25,7 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, max_new_key
     Args:
         start, stop: int32 `[B, Hkv, Tk]`, contiguous: positions `start <= i < stop` see the key; start does not decrease along
         the keys.
-        max_new_keys: a bound on the number of keys that two queries see together, not counting the keys that lie between the two.
+        max_new_keys: a bound on how many keys two queries see together, without the keys that lie between the two.
     """
     batch, heads, kv_len = start.shape
     shape = cuda_shape(batch * heads, kv_len, q_len, block, max_new_keys, start.device)

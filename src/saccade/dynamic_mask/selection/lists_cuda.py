@@ -1,8 +1,8 @@
-"""Lists the keys that each block of queries has to read, in one launch of CUDA C++ that collects the candidates of a stretch of
+"""Lists the keys that each block of queries has to read, in one launch of CUDA C++. It collects the candidates of a stretch of
 blocks in shared memory.
 
-Each stretch reads the intervals of all keys before its end (8 bytes a key) and each block the candidates of its stretch, at most
-`max_new_keys` + the queries of a stretch: short stretches read more intervals, long ones more candidates.
+Each stretch reads the intervals of all keys before its end, 8 bytes a key. Each block reads the candidates of its stretch, at most
+`max_new_keys` + the queries of a stretch. So short stretches read more intervals, and long ones more candidates.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Shape(NamedTuple):
         return self.rows * self.blocks
 
     def call(self, zeros: tuple[int, int] = (0, 0)) -> CudaLaunch:
-        """The launch as data, which takes the pointers of the kernel. zeros: how many floats of `sums`, a multiple of four, and of `more` it
-        fills with zeros."""
+        """The launch as data, which takes the pointers of the kernel. zeros: how many floats of `sums` (a multiple of four) and of `more` the
+        kernel fills with zeros."""
         arguments = {
             "kv_len": self.kv_len, "base": self.kv_len - self.q_len, "blocks": self.blocks, "block": self.block,
             "of_stretch": self.blocks_per_stretch, "stretches": self.stretches, "room": self.room, "longest": self.longest,
@@ -73,8 +73,8 @@ def fits(shape: Shape) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _shape(rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, processors: int, warps: int) -> Shape:
-    # Equally many blocks for each warp: few of them, but at least one stretch per multiprocessor (n = 65,536, 2 rows, blocks of
-    # 24: 114 stretches 28 us, 172 stretches 42 us, 342 stretches 46 us).
+    # Equally many blocks for each warp: few of them, but at least one stretch per multiprocessor. At n = 65,536, 2 rows and blocks
+    # of 24, 114 stretches took 28 us, 172 took 42 us, and 342 took 46 us.
     blocks = -(-q_len // block)
     # with blocks of 192 or 256 queries fewer fit
     fitting = (MOST_SHARED // CANDIDATE - max_new_keys) // (warps * block)

@@ -3,9 +3,9 @@
     candidates: for each stretch of STRETCH queries, the keys that some of them see
     lists:      for each block of it, first the keys that all its queries see, then those that only some do
 
-Both keep keys in order of position, so that a gather walks forward through memory. A stretch has at most `most + STRETCH`
-candidates and a block at most `most + block` keys, where `max_new_keys` bounds the keys that its first and last query keep. The
-host never waits for the device.
+Both keep keys in order of position, so that a gather walks forward through memory. `max_new_keys` bounds the keys that the first
+and last query of a block or stretch keep. A stretch has at most `max_new_keys + STRETCH` candidates and a block at most
+`max_new_keys + block` keys. The host never waits for the device.
 """
 
 from typing import NamedTuple

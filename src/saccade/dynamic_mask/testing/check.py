@@ -103,7 +103,7 @@ def _under(mask: Tensor, case: DynamicMaskCase) -> Runner:
 
 
 def _baseline(case: DynamicMaskCase, inputs: DynamicMaskInputs, mask: Tensor, lse: bool) -> Baseline:
-    """The baseline of dense attention with the kept keys as mask and the scores as bias, whose gradients are summed over the heads of a group."""
+    """The baseline of dense attention with the kept keys as mask and the scores as bias. The gradients of the scores are summed over the heads of a group."""
     group = case.heads // case.kv_heads
     dense = Case(case.name, case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.head_dim, calls=case.calls)
     scores = inputs.key_scores.float().repeat_interleave(group, dim=1)[:, :, None]

@@ -28,7 +28,7 @@ FOLDER = Path(__file__).parent / "cpp"
 # of the rows of K and V, for all processors
 _LANES = 16
 _BLOCK = 64  # queries, `BLOCK` of cpp/problem.hpp
-# Tasks of backward: each adds to gradients of K and V of its own, so that more of them than this would cost more memory than they gain
+# Tasks of backward: each adds to its own copy of dK and dV. More tasks would cost more memory than they gain.
 _TASKS = 16
 
 

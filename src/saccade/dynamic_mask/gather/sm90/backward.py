@@ -163,8 +163,8 @@ def backward_call(
     }  # fmt: skip
     options = backward_options(head_dim, dtype, has_scores, config)
     grid = (min(owners * blocks, processors), 1)
-    # not a dependent launch: its blocks then arrive while the lists' still hold their places, and the kernel takes 0.55 ms for 0.48 at D = 64
-    # and n = 16,384 (docs/notes/dynamic_mask.md)
+    # Not a dependent launch: its blocks would arrive while those of the lists still hold their places. The kernel would take 0.55 ms in place
+    # of 0.48 at D = 64 and n = 16,384 (docs/notes/dynamic_mask.md).
     return CudaLaunch(BACKWARD, "backward_sm90", options, grid, 384, config.shared_bytes(head_dim), arguments, "90a")
 
 
