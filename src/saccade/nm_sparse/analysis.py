@@ -1,10 +1,15 @@
 """How much quality pruning loses and how much time it could save: measured on given scores, and by the closed forms of the Dfss
 paper.
 
-Letters of the formulas: s density (kept share of the scores), p the exponent of the quality, sigma the standard deviation of
-normal scores, n the sequence length, d the head dim, T the side of a tile of the paper's matrix products. The speed-ups count the
-memory traffic of the unfused pipeline, whose three kernels write and read the scores. They do not apply to a fused kernel, which
-moves no scores.
+Letters of the formulas:
+    s       density, the kept share of the scores
+    p       the exponent of the quality
+    sigma   the standard deviation of normal scores
+    n, d    the sequence length and the head dim
+    T       the side of a tile of the paper's matrix products
+
+The speed-ups count the memory traffic of the unfused pipeline, whose three kernels write and read the scores. They do not apply to
+a fused kernel, which moves no scores.
 
 Source: "Dynamic N:M Fine-grained Structured Sparse Attention Mechanism" (Dfss, paper 003), section 4 and appendices A.2 to A.5.
 Eq. 8 and Eq. 33 are printed upside down in the paper; the inverted forms used here give the numbers quoted in its text.
@@ -34,6 +39,9 @@ def kept_by_pattern(scores: Tensor, pattern: str, dense_first: int = 0, dense_re
         pattern: "N:M".
         dense_first: as in `nm_sparse_attention`.
         dense_recent: as in `nm_sparse_attention`.
+
+    Source:
+        Dfss (paper 003), section 3; groups that are not pruned are ours.
     """
     _check_scores(scores)
     keep, group = parse_pattern(pattern)
@@ -68,6 +76,9 @@ def quality(scores: Tensor, kept: Tensor, p: float = 1.0) -> Tensor:
 
     Returns:
         float64 `[..]`.
+
+    Source:
+        Dfss (paper 003), Eq. 2.
     """
     _check_scores(scores)
     check_kinds(kept=kept)

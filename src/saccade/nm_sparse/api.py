@@ -99,24 +99,25 @@ def nm_sparse_attention(
     """`attention` with N:M pruned scores: `softmax(prune(scale * Q K^T + mask)) V`, the softmax over the kept scores only.
 
     In each group of M consecutive keys (groups begin at key 0) a query keeps the N visible ones with the largest scores, ties going
-    to the lower index. Invisible keys never displace visible ones: a group cut by the causal edge, a mask or the end of the keys keeps
+    to the lower index. Invisible keys never displace visible ones. A group cut by the causal edge, a mask or the end of the keys keeps
     its N best visible keys, or all of them if there are at most N. Gradients flow only through the kept scores, by the selection
     that forward made. It is stored for backward with one bit per score, unless `saccade.nm_sparse.recompute_selection()` is active.
 
-    `dense_first` and `dense_recent` name groups that a query does not prune, so that it keeps every visible key of them. Query i, an
-    index into `query` (the alignment of `is_causal`, with and without it), does not prune the group g of keys M g to M g + M - 1 if
+    `dense_first` and `dense_recent` name groups that a query does not prune, so that it keeps every visible key of them. Group g holds
+    the keys M g to M g + M - 1. Query i does not prune it if
 
         M g < dense_first,   or   M g <= i  and  M g + M - 1 >= i - dense_recent + 1   (dense_recent > 0).
 
-    The second part names the groups that hold any of the keys i - dense_recent + 1 to i, also of places behind the last key: dense_recent / M groups if one of them ends at
-    key i, and one group more if not, of which a causal call sees the keys up to i. Keys that a mask hides stay hidden.
+    i is an index into `query`, as `is_causal` aligns it, also in calls that are not causal. The second part names the groups that hold
+    any of the keys i - dense_recent + 1 to i, counted also behind the last key. These are dense_recent / M groups if one of them ends at
+    key i, and else one more, of which a causal call sees the keys up to i. Keys that a mask hides stay hidden.
 
     Args:
         query: as in `attention`, of rank 4 (or a DTensor sharded by batch or heads), as key and value.
         key: as in `attention`.
         value: as in `attention`.
         attn_mask: as in `attention`. A bias is added before pruning. The gradient of a bias is summed, in one order, over the axes that it
-            broadcasts, and takes no memory but its own; a bias whose rows do not begin at multiples of 16 bytes is copied, forward
+            broadcasts, and takes no memory but its own. A bias whose rows do not begin at multiples of 16 bytes is copied, forward
             and backward, along the axes in which it differs.
         dropout_p: as in `attention`, applied after the softmax.
         is_causal: as in `attention`.
@@ -129,8 +130,8 @@ def nm_sparse_attention(
             hold anything, NaN included. The values are checked, which waits for the device once for each tensor.
         dense_first: the first keys of a row that are never pruned (sinks), a multiple of M.
         dense_recent: the keys up to and including the index of each query that are never pruned, a multiple of M. In a call that is not
-            causal this is a window on one side of the query. It is not for calls whose queries are the last tokens alone (decoding),
-            since query 0 is taken for token 0 there.
+            causal this is a window on one side of the query. Do not use it if the queries are only the last tokens (decoding):
+            query 0 is taken for token 0.
         return_lse: also return the natural log-sum-exp of the kept scores, float32 `[B, H, Tq]` (differentiable).
         backend: "auto", or the name of one backend, which either runs or raises.
 

@@ -20,9 +20,9 @@ _EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F
 def bias_rows(bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
     """The bias as a view `[B, H, Tq, columns]`, in the dtype of `query` or float32, stride 0 where it broadcasts.
 
-    Columns are adjacent, rows begin at multiples of 16 bytes, and `columns` is `kv_len`, or more for a copy, whose last columns hold
-    anything. A bias is copied if its dtype is another one, its address or a stride is no multiple of 16 bytes, or its columns are not
-    adjacent (a size of 1 among them): the copy has the memory of the rows that differ, each rounded up to 16 bytes.
+    Columns are adjacent and rows begin at multiples of 16 bytes. `columns` is `kv_len`, or more for a copy, whose last columns hold
+    anything. A bias is copied if it has another dtype, if its address or a stride is no multiple of 16 bytes, or if its columns are
+    not adjacent (as with a size of 1). The copy has the memory of the rows that differ, each rounded up to 16 bytes.
     """
     bias = narrowed(bias)
     if bias.dtype not in (query.dtype, torch.float32):
@@ -38,8 +38,8 @@ def bias_rows(bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
 
 
 def shown_values(bias: Tensor, value: Tensor) -> Tensor:
-    """The values `[B, Hkv, Tk, D]` that may be multiplied by weights of 0, bool `[B, Hkv, Tk, 1]`: finite ones, and those of keys that a
-    bias of `bias_rows` shows to a query of the heads that share them."""
+    """Whether each of the values `[B, Hkv, Tk, D]` may be multiplied by weights of 0, bool `[B, Hkv, Tk, 1]`. Finite ones may, and those of
+    keys that a bias of `bias_rows` shows to a query of the heads that share them."""
     shown = torch.empty(*value.shape[:3], dtype=torch.bool, device=value.device)
     run(shown_values_call, (value, bias, shown), (), lambda device: None)
     return shown[..., None]

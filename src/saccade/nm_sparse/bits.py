@@ -15,7 +15,7 @@ def recompute_selection(enabled: bool = True) -> Iterator[None]:
     """A context in which calls of `nm_sparse_attention` store no selection; backward runs their forward again to obtain it.
 
     Between forward and backward this saves one bit per score, `B * H * Tq * Tk / 8` bytes per call; it costs one forward. The
-    gradients are bitwise the same. For whole layers, `torch.utils.checkpoint` does the same. All threads are affected; blocks may be nested and
+    gradients are bitwise the same. For whole layers, `torch.utils.checkpoint` does the same. All threads are affected. Contexts may be nested and
     overlap, and the newest counts.
 
     Args:

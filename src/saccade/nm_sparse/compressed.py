@@ -1,12 +1,11 @@
 """The compressed format of sparse tensor cores in plain torch: kept numbers row by row, and metadata in the CUTLASS layout.
 
-Half of each group, 4 consecutive numbers of 16 bits or 2 of 32 bits, is kept, in order. Four bits of metadata say which ones:
-the index of the first kept number in the low two bits, that of the second in the high two. A 32-bit number counts as two halves,
-so 0x4 keeps the first and 0xE the second. Four groups make a 16-bit element, low bits first. Elements [rows, columns] are then
-permuted (Dfss, appendix A.1.1, Eq. 9): row r moves to `r // 32 * 32 + r % 8 * 4 + r % 32 // 8`, the upper right and lower left
-corners of each 2 x 2 block are swapped, and pairs of neighbouring columns form 32-bit words, which are stored column by column.
-Word l of 32 rows is then the one that lane l of a warp passes to `mma.sp`. `torch.sparse.to_sparse_semi_structured` stores the
-same bytes.
+A group is 4 consecutive numbers of 16 bits or 2 of 32 bits. Half of it is kept, in order. Four bits of metadata say which ones: the
+index of the first kept number in the low two bits, that of the second in the high two. A 32-bit number counts as two halves, so 0x4
+keeps the first and 0xE the second. Four groups make a 16-bit element, low bits first. Elements [rows, columns] are then permuted
+(Dfss, appendix A.1.1, Eq. 9). Row r moves to `r // 32 * 32 + r % 8 * 4 + r % 32 // 8`. The upper right and lower left corners of
+each 2 x 2 block are swapped. Pairs of neighbouring columns form 32-bit words, which are stored column by column. Word l of 32 rows
+is then the one that lane l of a warp passes to `mma.sp`. `torch.sparse.to_sparse_semi_structured` stores the same bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def codes(chosen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def chosen_of(code: Tensor, dtype: torch.dtype) -> Tensor:
-    """The indices that four bits stand for: the inverse of `codes`."""
+    """The indices that four bits encode: the inverse of `codes`."""
     if dtype.itemsize == 4:
         return (code == 0xE).long().unsqueeze(-1)
     return torch.stack((code & 3, code >> 2 & 3), dim=-1)

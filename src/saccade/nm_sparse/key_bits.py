@@ -18,8 +18,8 @@ SPARE_WORDS = 4
 
 
 class KeyBits(NamedTuple):
-    """bits: int32 `[rows, words]`; bit i of a word is key 32 word + i. spans: int32 `[rows, 2]`, the end of the visible keys, and
-    the end of those before the first hidden key. rows: B, or 1 for all batch rows. Both are None without a mask."""
+    """bits: int32 `[rows, words]`; bit i of a word is key 32 word + i. spans: int32 `[rows, 2]`: the end of the visible keys, and
+    the end of those before the first hidden key. rows is B, or 1 for all batch rows. Both are None without a mask."""
 
     bits: Tensor | None
     spans: Tensor | None

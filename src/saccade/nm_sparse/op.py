@@ -1,10 +1,10 @@
 """torch.library schemas and fakes of `nm_sparse_attention`: one opaque op each for forward and backward.
 
 All backends share the backward of `masked`, which has a faster form for sm_90. It takes the selection that forward stored, one bit
-per score, and does not derive it from scores of its own: another kernel sums `Q K^T` in another order (tile shapes, matrix
-instructions, TF32), so scores that nearly tie could be ranked differently, and P, dS and the saved lse would then belong to
-different sets of keys. Stored bits are exact for any forward. If they take too much memory between forward and backward,
-`recompute_selection` drops them, and backward runs the same forward kernel again: the same binary on the same numbers gives the same bits.
+per score, and does not derive it from its own scores. Another kernel sums `Q K^T` in another order (tile shapes, matrix instructions,
+TF32), so it could rank scores that nearly tie differently. P, dS and the saved lse would then belong to different sets of keys.
+Stored bits are exact for any forward. If they take too much memory between forward and backward, `recompute_selection` drops them.
+Backward then runs the same forward kernel again: the same binary on the same numbers gives the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from saccade.nm_sparse.flops import kept_pairs
 from saccade.nm_sparse.reference_launchers import REFERENCE_LAUNCHERS
 
 _FIELDS = Fields(NMSparseArgs)
-_DENSE_AT = _FIELDS.count - len(_FIELDS.defaults())  # the fields with defaults stand at the end of an op, after its own arguments
+_DENSE_AT = _FIELDS.count - len(_FIELDS.defaults())  # the fields with defaults are at the end of an op, after its own arguments
 GRADIENTS = "masked"  # the backend whose backward serves all
 
 _library = fragment()

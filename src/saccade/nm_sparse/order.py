@@ -16,11 +16,11 @@ _unordered = Setting()
 def unordered_gradients(enabled: bool = True) -> Iterator[None]:
     """A context in which backward passes of `nm_sparse_attention` may add the gradient of a query in any order.
 
-    By default gradients are the same bits every run. On sm_90 with 2:4 or 1:2, D from 65 to 128 and at least 1,024 queries and keys (D up to
-    64: 8,192), without dropout and a block mask, backward then is 1.08 to 1.23 times as fast as by default's two passes on an H200; `dq`
-    differs from run to run by the rounding of a float32 sum of `Tk / 128` terms. Everywhere else nothing changes. The call of
-    `backward` has to be inside the context; the forward may be outside. All threads are affected; blocks may be nested and overlap, and the
-    newest counts. Under `torch.use_deterministic_algorithms(True)` nothing changes.
+    By default gradients are the same bits every run, and backward takes two passes. In the context it takes one, if the GPU is an sm_90 and the
+    call is 2:4 or 1:2 without dropout and a block mask. D has to be 65 to 128 with at least 1,024 queries and keys, or smaller with at least
+    8,192. Backward is then 1.08 to 1.23 times as fast on an H200, and `dq` differs from run to run by the rounding of a float32 sum of `Tk / 128`
+    terms. All other calls are unchanged. The call of `backward` has to be inside the context; the forward may be outside. All threads are
+    affected. Contexts may be nested and overlap, and the newest counts. Under `torch.use_deterministic_algorithms(True)` nothing changes.
 
     Args:
         enabled: False gives gradients the same bits again inside such a context.

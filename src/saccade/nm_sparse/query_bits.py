@@ -20,9 +20,9 @@ THREADS = 256
 class QueryBits(NamedTuple):
     """The keys that a mask with its causal edge lets queries see; dimensions along which it does not differ have size 1.
 
-    bits: int32 `[B, H, Tq, words]`, bit i of a word is key 32 word + i; two words for each 64 keys or part of them. tiles: bool
-    `[B, H, Tq / 64, Tk / 64]`, rounded up: whether one of 64 queries sees one of 64 keys. keys: bool `[B, H, Tk]`: whether a
-    query sees the key.
+    bits: int32 `[B, H, Tq, words]`, bit i of a word is key 32 word + i; two words for each 64 keys or part of them.
+    tiles: bool `[B, H, Tq / 64, Tk / 64]`, rounded up: whether one of 64 queries sees one of 64 keys.
+    keys: bool `[B, H, Tk]`: whether a query sees the key.
     """
 
     bits: Tensor

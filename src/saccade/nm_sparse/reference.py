@@ -43,8 +43,8 @@ def whole_tiles(block_mask: Tensor, q_len: int, kv_len: int, block: int) -> Tens
 
 
 def never_pruned(q_len: int, kv_len: int, group: int, dense_first: int, dense_recent: int, device: torch.device) -> Tensor:
-    """The keys that a query never prunes, bool `[Tq, Tk]`: those below `dense_first`, and the groups of which any key is one of the
-    last `dense_recent` up to the query's own index.
+    """The keys that a query never prunes, bool `[Tq, Tk]`: those below `dense_first`, and groups with any of the last `dense_recent`
+    keys up to the query's own index.
 
     With groups g = j // M, key j of query i is among the latter if `M g <= i` and `M g + M > i + 1 - dense_recent`. That is at least
     one group, so `dense_recent` of 0 is a case of its own.
@@ -68,7 +68,7 @@ def select(scores: Tensor, keep: int, group: int, dense_first: int = 0, dense_re
     """
     kv_len = scores.shape[-1]
     ranked = scores.detach().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
-    # keys of a group by their indices, not by a view of groups, whose divisibility would be a guard of a graph with symbolic lengths
+    # Keys of a group by their indices, not by a view of groups: with symbolic lengths their divisibility would guard the graph.
     filled = torch.nn.functional.pad(ranked, (0, group - 1), value=float("-inf"))
     keys = torch.arange(kv_len, device=scores.device)
     first, slot = keys - keys % group, keys % group

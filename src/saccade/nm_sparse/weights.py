@@ -268,7 +268,7 @@ def compress(dense: Tensor, pattern: str = "2:4", *, fill: float = 0.0) -> NMWei
         fill: the value of a number that is not kept: -inf for scores.
 
     Returns:
-        the matrix as `NMWeights` of four dims; dims that `dense` lacks have size 1 and stand in front.
+        the matrix as `NMWeights` of four dims; dims that `dense` lacks are in front, with size 1.
 
     Raises:
         InvalidArgument: another number of dims or dtype, or a pattern that the format does not have.
@@ -276,6 +276,9 @@ def compress(dense: Tensor, pattern: str = "2:4", *, fill: float = 0.0) -> NMWei
 
     The N largest numbers of a group are kept, not those that differ from 0. For a matrix that is already 2:4 and has negative
     numbers, use `torch.sparse.to_sparse_semi_structured` and `NMWeights.from_torch`.
+
+    Source:
+        the layout of Dfss (paper 003), appendix A.1.1, Eq. 9.
     """
     check_kinds(dense=dense)
     fill = _check_fill(fill)

@@ -39,8 +39,8 @@ def gradients(
 ) -> Tensor | None:
     """Write dq, dk and dv for the selection `kept`; delta is rowsum(dout * out) - dlse.
 
-    With a bias returns by what weights exp(S - lse) are to be multiplied, float32 `[B, H, Tq]`: 1, or for rows next to so large a
-    score that lse has lost the logarithm of the sum, 1 by the sum of these weights.
+    With a bias returns a factor for the weights exp(S - lse) of each row, float32 `[B, H, Tq]`. It is 1; or 1 by the sum of these
+    weights, if a score is so large that lse has lost the logarithm of the sum.
     """
     query, key, value = (for_copy_engine(x) for x in args[:3])
     args = args._replace(query=query, key=key, value=value)

@@ -188,9 +188,9 @@ def padded_dim(head_dim: int) -> int:
 
 
 def _own_tiles(dim: int, is_causal: bool, more: bool) -> Sm90Config:
-    """With a block mask: thread blocks of the 64 queries of one of its rows, several a multiprocessor, so that starts and ends of some
-    overlap with the tiles of others, which are few. Three of D = 128, with one place for V, took 0.43 ms where two take 0.39 (BigBird's
-    mask, n = 16,384, an H100). more: dropout or a mask of keys, which spill beside Q in registers or in what four thread blocks leave."""
+    """With a block mask a thread block takes the 64 queries of one row of the mask. Tiles are few, so several thread blocks share a
+    multiprocessor: starts and ends of some overlap with tiles of others. At D = 128 three with one place for V took 0.43 ms and two 0.39
+    (BigBird's mask, n = 16,384, an H100). more: dropout or a mask of keys, which spill beside Q in registers, or if four thread blocks share."""
     early = 0 if is_causal else 48
     if more:
         return Sm90Config(1, 64, 2, resident=2, early=early)

@@ -65,8 +65,8 @@ def _with_bias(args: NMSparseArgs) -> NMSparseArgs:
 
 
 def _with_bits(args: NMSparseArgs) -> tuple[NMSparseArgs, KeyBits | QueryBits]:
-    """The arguments with their mask as bits: values that it hides from all queries are zeros, and tiles of a mask of queries that
-    no query sees are hidden by the block mask."""
+    """The arguments with their mask as bits. Values that it hides from all queries are zeros. If the mask differs by query, the block
+    mask hides the tiles that no query sees."""
     mask, (kv_heads, kv_len) = args.mask, args.key.shape[1:3]
     if mask is None:
         return args, NO_KEYS

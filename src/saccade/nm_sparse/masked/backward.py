@@ -1,6 +1,6 @@
 """Backward of N:M attention for a stored selection, whichever forward made it. It uses masked dense products; only bits have size
-Tq * Tk. Runs the calls that `backward_sm90` does not support: other architectures, D above 128, float32, patterns other than "2:4" and
-"1:2"; and makes the gradient of a bias for all.
+Tq * Tk. It runs the calls that `backward_sm90` does not support: other architectures, D above 128, float32, patterns other than "2:4"
+and "1:2". The gradient of a bias is made here for all calls.
 
     S = scale * Q K^T + bias    P = exp(S - lse) where the bit is set, else 0      dP = dO V^T (and dropout)
         with a bias P = exp(S - shift) * inverse: next to a large score the logarithm of the sum is lost in lse

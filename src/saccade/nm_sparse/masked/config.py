@@ -20,8 +20,8 @@ class Config:
 
 def pick(direction: str, head_dim: int, dtype: torch.dtype) -> Config:
     """The configuration for "fwd", "bwd" or "bias" (the gradient of a bias). Chosen so that plain calls do not spill on sm_80 and
-    sm_90, which tests/launch/test_compile_targets.py checks. Backward up to D = 128 is the fastest of three on an H200: 64 x 64
-    with 8 warps takes 1.2 times as long, and two stages 1.3 times as long again. There `backward_sm90` runs most calls."""
+    sm_90, which tests/launch/test_compile_targets.py checks. Backward up to D = 128 is the fastest of three on an H200. 64 x 64
+    with 8 warps takes 1.2 times as long, and two stages 1.3 times as long again. On an H200 `backward_sm90` runs most calls."""
     if dtype == torch.float32:
         return Config(32, 32, 4 if head_dim <= 64 else 8, 1)
     if direction == "bias":

@@ -149,7 +149,7 @@ def _strides(tensor: Tensor | None) -> tuple[int, ...]:
 
 
 def _present(placeholder: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """The tensors, with absent ones replaced by a stand-in that kernels never read."""
+    """The tensors, with absent ones replaced by a tensor that kernels never read."""
     return [placeholder if x is None else x for x in tensors]
 
 

@@ -1,9 +1,8 @@
 """Device functions shared by the masking kernels: slots and keys, scores, selection, its bits, dropout.
 
 A tile is `[BLOCK_Q, BLOCK_S]`, queries by slots. Each group of M keys takes P slots, where P is the smallest power of two that is
-at least M,
-so that a tile can be reshaped into groups for any M: key j has slot `j // M * P + j % M`, and slots with `s % P >= M` are empty.
-For M = P slots and keys are the same.
+at least M. So a tile can be reshaped into groups for any M. Key j has slot `j // M * P + j % M`, and slots with `s % P >= M` are
+empty. For M = P slots and keys are the same.
 """
 
 import triton
@@ -131,8 +130,8 @@ def any_bit(bits, row, inside, first_slot, words, WORDS: tl.constexpr):
 
 @triton.jit
 def kept_rows(tile, kept):
-    """A key or value tile with zeros at keys that no query of the tile keeps: otherwise a NaN there, times a weight of 0, would
-    leak."""
+    """A key or value tile with zeros at keys that no query of the tile keeps. Otherwise a NaN there would leak, as a weight of 0
+    times NaN is NaN."""
     return tl.where((tl.max(kept.to(tl.int32), 0) != 0)[:, None], tile, 0.0)
 
 

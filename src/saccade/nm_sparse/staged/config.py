@@ -37,9 +37,12 @@ def span(itemsize: int) -> int:
 def scores_tile(head_dim: int, itemsize: int, q_len: int, most_shared: int) -> Tile:
     """The configuration of the scores kernel, chosen so that nothing spills (checked in tests/nm_sparse/test_staged.py).
 
-    On an H200, D = 64, n = 1024 / 4096: bf16 2:4 with the query staying and 3 blocks 0.125 / 0.96 ms, read again 0.151 / 0.94, 4
-    blocks (which spill) and 2 stages 0.124 / 0.90; float32 with the query staying and 3 blocks 0.220 / 1.71, 4 blocks 0.226 /
-    1.64.
+    Times on an H200 at D = 64, n = 1024 / 4096, in ms:
+        bf16 2:4, the query stays, 3 blocks           0.125 / 0.96
+        bf16 2:4, the query is read again             0.151 / 0.94
+        bf16 2:4, 4 blocks (which spill), 2 stages    0.124 / 0.90
+        float32, the query stays, 3 blocks            0.220 / 1.71
+        float32, 4 blocks                             0.226 / 1.64
     """
     stride = _round_up(head_dim * itemsize // 16, 8) * 16
 

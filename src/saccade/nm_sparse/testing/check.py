@@ -51,8 +51,8 @@ def check_nm_sparse(
     inputs: Inputs | None = None,
     run: Runner | None = None,
 ) -> list[Result]:
-    """Compare one backend, forward and backward, with float64 on one case; results are the selection, out, lse, dq, dk, dv,
-    dbias. inputs: the data of the case, by default that of `make_nm_sparse`. run: a function to run instead of the public one."""
+    """Compare one backend, forward and backward, with float64 on one case. Results are the selection, out, lse, dq, dk, dv and dbias.
+    inputs: the data of the case, by default that of `make_nm_sparse`. run: a function to run in place of the public one."""
     inputs = make_nm_sparse(case, dtype, device, seed) if inputs is None else inputs
     return check_calls(case, [inputs], run or public_call(case, backend, lse), backend, [seed], lse)[0]
 
