@@ -1,7 +1,6 @@
-"""Finds the launchers of a backend by the name that ops carry, and what runs instead where a kernel that `auto` chose does not
-compile.
+"""Finds the launchers of a backend by the name that ops carry, and a replacement if a kernel that `auto` chose does not compile.
 
-A backend requested by its name ("short") runs or raises. One that `auto` chose ("auto:short") is replaced on failure: where NVRTC
+A backend requested by its name ("short") runs or raises. One that `auto` chose ("auto:short") is replaced on failure: if NVRTC
 failed, first by its own variants that need no NVRTC, then by the next backend of its chain. Dispatch then skips it for calls of
 that shape.
 """

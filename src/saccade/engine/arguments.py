@@ -208,7 +208,7 @@ def check_grouped(heads: int, kv_heads: int, enable_gqa: bool, layout: str, shap
     if enable_gqa and not divides:
         raise InvalidArgument(f"{heads} query heads are no multiple of {kv_heads} key heads ({shapes()})")
     if not enable_gqa:
-        # with tokens before heads the numbers of tokens stand where those of heads are expected
+        # with tokens before heads, the numbers of tokens are in the place of those of heads
         advice = "pass enable_gqa=True to share them" if divides else f"they must agree, in tensors {layout}"
         raise InvalidArgument(f"query has {heads} heads, key and value {kv_heads}; {advice} ({shapes()})")
 
@@ -239,8 +239,8 @@ def check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: 
 
 
 def check_lengths(query: Tensor, lengths: Tensor | None, name: str = "query", rank: int = 4) -> None:
-    """Check the type, shape and device of `lengths` for a query `[B, H, T, D]`, or another tensor `[B, ...]` of that name and rank, but not
-    its values."""
+    """Check the type, shape and device of `lengths` for a query `[B, H, T, D]`, or for another tensor `[B, ...]` of that name and rank. Values
+    are not checked."""
     if lengths is None:
         return
     if not isinstance(lengths, Tensor):

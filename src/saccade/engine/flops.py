@@ -54,7 +54,7 @@ def by_pairs(
 
     pairs: of a query and a key, for the record of a call. unpack: query, key and value of a first argument that holds all three.
     """
-    # fields with defaults stand behind the own arguments of an op
+    # fields with defaults come after the op's own arguments
     names = (*fields.names[: fields.plain], *([None] * (2 if before else 1)), *fields.names[fields.plain :])
     if unpack is not None:
         names = ("qkv", *names[3:])

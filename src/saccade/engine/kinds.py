@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade.errors import InvalidArgument
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-# torch's own stand-ins for plain tensors: while a program is traced, and for results that a collective has yet to deliver
+# torch's own placeholders for plain tensors: while a program is traced, and for results that a collective has yet to deliver
 _STAND_INS = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
 
 
@@ -47,7 +47,7 @@ def check_kinds_but_sharded(**given: Any) -> None:
 
 
 def brings_its_own(kind: Any) -> bool:
-    """Whether a subclass of `torch.Tensor` says itself what torch's operations do with it. A stand-in of torch for a plain tensor does not."""
+    """Whether a subclass of `torch.Tensor` defines for itself what torch's operations do with it. torch's placeholder for a plain tensor does not."""
     if kind.__module__.startswith("torch.") and kind.__name__ in _STAND_INS:
         return False
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def empty_like_heads(tensor: Tensor, last_dim: int | None = None) -> Tensor:
-    """A new dense tensor with the shape `[B, H, T, D]` of `tensor`, in the order that batch, heads and time of `tensor` have in memory. If their
-    strides do not show an order (a size of 1, shared memory, symbols) the order is one of three: `[B, T, H, D]`, `[B, H, T, D]` or `[T, B, H, D]`.
+    """A new dense tensor with the shape `[B, H, T, D]` of `tensor`. Batch, heads and time have the order that they have in the memory of `tensor`. If
+    strides do not show an order (a size of 1, shared memory, symbols), it is one of three: `[B, T, H, D]`, `[B, H, T, D]` or `[T, B, H, D]`.
 
     This is the layout that models expect: an input that is a view of `[B, T, H, D]` gives a view of a contiguous `[B, T, H, D]`.
     """
@@ -64,9 +64,8 @@ def unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def on_16_bytes(tensor: Tensor) -> Tensor:
-    """The tensor, or a dense copy where its last dim is not contiguous or where the tensor, a row, a head or a batch row does not
-    begin at a multiple of 16 bytes, which 16-byte loads and the copy engine need. The stride of an axis of size 1 is ignored, as
-    it is never used."""
+    """The tensor, or a dense copy if kernels cannot read it. 16-byte loads and the copy engine need a contiguous last dim, and the
+    tensor, each row, head and batch row at a multiple of 16 bytes. The stride of an axis of size 1 is never used, so it is ignored."""
     whole = 16 // tensor.element_size()
     odd = any(size > 1 and stride % whole for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True))
     if odd or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
@@ -82,8 +81,8 @@ def shares_memory(tensor: Tensor) -> bool:
 class Rows(NamedTuple):
     """How an operation's query, key and value lie.
 
-    unpack: query, key and value as views of one packed tensor. like: a new dense tensor with the shape of one of them, and perhaps another last
-    dim. lse: the shape of the log-sum-exp for a query.
+    unpack: query, key and value as views of one packed tensor. like: a new dense tensor with the shape of one of them; its last dim may be given.
+    lse: the shape of the log-sum-exp for a query.
     """
 
     unpack: Callable[[Tensor], tuple[Tensor, ...]]

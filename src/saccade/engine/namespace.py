@@ -1,7 +1,7 @@
 """The namespace of our ops in torch: the name under which this package was imported, `saccade` for the installed one.
 
-torch takes an op once a process. A copy that is loaded under a name of its own, as the kernels hub loads packages, so has ops of its
-own beside those of the installed package.
+A process can register an op in torch only once. The kernels hub loads packages under names of their own. So a copy loaded by it has its own
+ops, beside those of the installed package.
 """
 
 from __future__ import annotations

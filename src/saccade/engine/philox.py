@@ -35,7 +35,7 @@ def philox(key: int | Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def dropout_keep(seed: Tensor, dropout_p: float, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
-    """The weights that survive, bool `[B, H, Tq, Tk]`, of one call; of several with a seed `[calls, 1, 1, 1]`, bool `[calls, B, H, Tq, Tk]`.
+    """The weights of a call that survive, bool `[B, H, Tq, Tk]`. With a seed `[calls, 1, 1, 1]`, those of several: bool `[calls, B, H, Tq, Tk]`.
 
     Weight (i, j) of problem n = b * H + h takes word j % 4 of counter (i * ceil(Tk / 4) + j // 4, n), shifted to 24 bits. It
     survives if this, as a fraction of 2^24, is at least float32(dropout_p), the number that kernels are given.

@@ -1,8 +1,8 @@
-"""Prepared calls: what depends only on the metadata of a call is worked out once for each signature and remembered.
+"""Prepared calls: everything that depends only on the metadata of a call is worked out once for each signature and remembered.
 
-Describing a call, choosing a backend and planning its launches takes tens of microseconds of host time, as long as a small
-attention takes on the device. The signature holds everything that this may depend on: shapes, strides, dtypes, devices, flags,
-numbers and whether a gradient is needed.
+It takes tens of microseconds of host time to describe a call, choose a backend and plan its launches. A small attention takes as
+long on the device. The signature holds everything that this work may depend on: shapes, strides, dtypes, devices, flags, numbers
+and whether a gradient is needed.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Prepared:
 
 
 class Part(NamedTuple):
-    """A mark: what of a tensor a signature holds, as an expression. `@` stands for the tensor."""
+    """A mark: the part of a tensor that a signature holds, as an expression in which `@` is the tensor."""
 
     text: str
 
 
 WHOLE = Part("type(@), @.shape, @.stride(), @.dtype, @.device")
-# with where it begins, of which some kernels ask for 16 bytes
+# with its place in memory: some kernels ask for multiples of 16 bytes
 WITH_START = Part(f"{WHOLE.text}, @.storage_offset() * @.element_size() % 16")
 # of packed tokens and of their offsets, whose number changes from batch to batch
 TOKENS = Part("type(@), @.shape[1:], @.dtype, @.device")
@@ -71,8 +71,8 @@ def find(call, *others):
 def finder(operation: str, record: Any, *relations: str) -> Callable[..., tuple[Hashable | None, Prepared | None]]:
     """`(call, *others) -> (signature, prepared call)` for public calls, tuples in the order of a record; others: whatever else counts.
 
-    There is no signature if the call is traced, or if an argument is of the wrong kind, and no prepared call if it is new. The function is compiled from
-    text, as the constructor of a NamedTuple is: a loop over the fields would take longer than the rest of a call.
+    There is no signature if the call is traced, or if an argument is of the wrong kind. There is no prepared call if the signature is new. The function is
+    compiled from text, as the constructor of a NamedTuple is: a loop over the fields would take longer than the rest of a call.
 
     relations: expressions of the fields that belong to the signature too.
     """

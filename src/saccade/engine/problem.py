@@ -60,7 +60,7 @@ class Problem:
     return_lse: bool = False
     enable_gqa: bool = False
     packed: bool = False
-    # W, where tensors `[images, W, H, T, D]` are the batch rows of images times W windows, and a bias `[W, H, Tq, Tk]` is that of
+    # W, if tensors are `[images, W, H, T, D]`: batch rows are then images times W windows, and a bias `[W, H, Tq, Tk]` is that of
     # the windows in every image
     windows: int = 0
     # of keys around each query; None where it hides nothing
@@ -199,8 +199,8 @@ def replayed_by_cpp(problem: Problem, attn_mask: Tensor | None) -> Problem:
 
 
 def shape_of_mask(mask: Tensor) -> tuple[int, ...]:
-    """The shape, with 1 query if a mask was expanded over the queries, and 1 batch row if a bias was expanded over the batch: kernels read
-    no more than that."""
+    """The shape that kernels read: 1 query if a mask was expanded over the queries, and 1 batch row if a bias was expanded over the
+    batch."""
     shape, axes = list(mask.shape), (-2,) if mask.dtype == torch.bool else (-2, -4)
     for axis in axes:
         if mask.dim() >= -axis and mask.stride(axis) == 0 and shape[axis] > 0:

@@ -1,8 +1,8 @@
 """Reads the record of an operation: the one place that lists its arguments.
 
 A record is a NamedTuple. Its annotations say what each field is (`Tensor`, `Tensor | None`, or a number), and marks add what a type cannot say. An
-operation has two: the arguments of its public function, from which the signature of prepared calls and the placements of shards are derived, and those
-of its kernels, from which schemas, fakes, autograd.Functions and FLOP formulas are (`Fields`).
+operation has two records. From the arguments of its public function follow the signature of prepared calls and the placements of shards. From those of
+its kernels follow schemas, fakes, autograd.Functions and FLOP formulas (`Fields`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Fields:
             name: _type(*of) for name, of in zip(self.names[: self.count], zip(kinds, marks, strict=True), strict=False)
         }
         written = list(self.types.values())
-        # fields with defaults stand last in an op, behind its own arguments
+        # fields with defaults are the last arguments of an op, after its own
         self.plain = sum(name not in record._field_defaults for name in self.types)
         self.tensors = sum(kind.startswith("Tensor") for kind in written)
         self.extra = next(i for i, marked in enumerate(marks) if i > 2 and _GRADIENT in marked)
@@ -65,7 +65,7 @@ class Fields:
         return ", ".join(["Tensor qkv", *written[3:]] if packed else written)
 
     def defaults(self) -> list[str]:
-        """The parameters with defaults, which stand at the end of an op, so that programs exported without them still run."""
+        """The parameters with defaults. They are the last of an op, so that programs exported without them still run."""
         found = self.record._field_defaults
         return [f"{kind} {name}={found[name]}" for name, kind in self.types.items() if name in found]
 

@@ -1,7 +1,7 @@
 """Saves tensors for backward, and restores them with the layout that they had in forward.
 
-Saved-tensor hooks (`torch.autograd.graph.save_on_cpu`, or others that offload or compress activations) may return a tensor with
-other strides, or at an address that is no multiple of 16, while launches are remembered by the layout that forward saw.
+Launches are remembered by the layout that forward saw. But saved-tensor hooks may return a tensor with other strides, or at an
+address that is no multiple of 16. Such hooks are `torch.autograd.graph.save_on_cpu` and others that offload or compress activations.
 """
 
 from __future__ import annotations

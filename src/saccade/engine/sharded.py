@@ -1,9 +1,9 @@
 """Calls with DTensors: what may be sharded, and the call on each rank's own part.
 
-Attention of one batch row and head needs nothing of another, so a call whose batch or heads are sharded is the same call on each
-rank's part, without any exchange, and so is its backward. Rules are made for public functions and not for ops, since which backend
-runs, whether it is an op at all, and what is checked and drawn before it depend on the part that a rank holds. A placement that
-would need an exchange is refused: nothing is gathered in silence.
+Attention of one batch row and head needs nothing of another. So a call whose batch or heads are sharded is the same call on each
+rank's part, without any exchange, and so is its backward. Rules are made for public functions and not for ops. The part that a rank
+holds decides which backend runs, whether it is an op at all, and what is checked and drawn before it. A placement that would need
+an exchange is refused: nothing is gathered in silence.
 
 `torch.distributed.tensor` is imported when a DTensor arrives, which has imported it already.
 """

@@ -10,7 +10,7 @@ def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     """(weights, lse) of `scores [.., Tk]`; a row of only -inf has weights 0, lse -inf and no gradient.
 
     Each row of weights is divided by its own sum, and the derivative of lse is these weights. `exp(scores - lse)` is not the
-    same: next to a largest score of 1e9 the logarithm of the sum is lost in float32, and the weights of a row would add up to Tk.
+    same. Next to a largest score of 1e9 the logarithm of the sum is lost in float32, and the weights of a row would add up to Tk.
     """
     if scores.shape[-1] == 0:
         return scores, scores.sum(-1) - float("inf")

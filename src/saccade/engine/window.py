@@ -1,4 +1,4 @@
-"""A sliding window `(left, right)`: query i sees the keys i - left to i + right of its sequence, and None is no limit on a side."""
+"""A sliding window `(left, right)`: query i sees the keys i - left to i + right of its sequence. None is no limit on a side."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ import struct
 
 
 def drop_threshold(dropout_p: float) -> int:
-    """The threshold below which a draw of 24 bits drops a weight. It is derived from float32(dropout_p), with which the Triton
-    kernels compare the draw as a fraction of 2^24, so that a seed gives the same mask in all kernels."""
+    """The threshold below which a draw of 24 bits drops a weight. It is derived from float32(dropout_p), because Triton kernels
+    compare that number with the draw as a fraction of 2^24. So a seed gives the same mask in all kernels."""
     return math.ceil(_in_float32(dropout_p) * 2**24)
 
 

@@ -1,4 +1,4 @@
-"""A flag in host memory that kernels set, so that the host can read it without a copy and without waiting for the whole call."""
+"""A flag in host memory that kernels set. The host reads it without a copy and without waiting for the whole call."""
 
 from __future__ import annotations
 

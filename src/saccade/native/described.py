@@ -9,8 +9,8 @@ MOST_ARGUMENTS, MOST_MAPS = 96, 8
 # The tensor of an argument: its slot among all tensors of a call, and an offset in bytes. In slot FIXED the second is a number itself.
 Place = tuple[int, int]
 FIXED = -1
-# Slots of numbers of a ragged call that change from batch to batch: tokens of q and of k, sequences, the longest of q and of k, 16 times the
-# sequences, and the halvings of the sequences that leave none
+# Slots of numbers of a ragged call that change from batch to batch: tokens of q and of k, sequences, the longest of q and of k, and 16 times the
+# sequences. The last is how many halvings of the number of sequences leave none.
 QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES, HALVINGS = range(-2, -9, -1)
 # at the end of the key of packed batches that go by lists of lengths
 BY_LISTS = 1
@@ -30,8 +30,8 @@ class Number(int):
 
 
 class Moved(NamedTuple):
-    """A tensor that the copy engine moves (see `saccade.nvrtc.tensor_map`): where it lies, its elements, bytes between neighbours, and the box of
-    a copy. In place of a size may stand the slot of a number that changes, which is below FIXED."""
+    """A tensor that the copy engine moves (see `saccade.nvrtc.tensor_map`): its address, its elements, bytes between neighbours, and the box of a
+    copy. A size may be the slot of a number that changes, which is below FIXED."""
 
     slot: int
     offset: int

@@ -103,7 +103,7 @@ def _delete(folder: Path, process: int) -> None:
 def _path(folder: int, place: Path, name: str) -> str:
     """The path of a file by the descriptor of its folder, which leads to no other folder than the one that was checked."""
     by_descriptor = f"/proc/self/fd/{folder}"
-    # the loader knows what it has loaded by its path: the descriptor of a file would stand for another one later
+    # the loader knows a loaded library by its path: the descriptor of a file would be that of another one later
     return f"{by_descriptor if os.path.isdir(by_descriptor) else place}/{name}"
 
 

@@ -21,7 +21,7 @@ _logger = logging.getLogger("saccade")
 _lock = threading.Lock()
 _loaded: dict[Path, ctypes.CDLL] = {}
 _failed: dict[Path, CompileError | CompilerUnavailable] = {}
-# what the names of torch's own kernels for this processor stand for
+# the meaning of the names of torch's own kernels for this processor
 _PROCESSORS = {
     "AVX512": ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
     "AVX2": ("-mavx2", "-mfma"),

@@ -1,12 +1,12 @@
-"""The run-time compiler for CUDA C++: compiles a file of the package to a cubin (with NVRTC, without nvcc), keeps it on disk,
-loads and launches it.
+"""The run-time compiler for CUDA C++. It compiles a file of the package to a cubin (with NVRTC, without nvcc), keeps it on disk,
+loads it and launches it.
 
     source = Source(Path(__file__).parent / "cuda" / "forward.cu", headers=(SHARED,))
     kernel = load(source, "forward", Options.of({"HEAD_DIM": 64}), device)
     launch = kernel.configure(grid=(tiles, heads), block=128, shared_bytes=65536)
     launch(query=query.data_ptr(), out=out.data_ptr(), rows=query.shape[0])
 
-Knows nothing of attention. Importing it loads neither cuda-core nor NVRTC.
+It knows nothing of attention. Importing it loads neither cuda-core nor NVRTC.
 """
 
 from saccade.nvrtc.architecture import ARCHITECTURES, architecture_for

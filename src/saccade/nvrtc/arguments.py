@@ -1,4 +1,4 @@
-"""The parameter list of a kernel, and the arguments given to it by name: a Python int alone tells neither its place nor its size."""
+"""The parameter list of a kernel, and the arguments given to it by name. A Python int tells neither its place nor its size."""
 
 from __future__ import annotations
 

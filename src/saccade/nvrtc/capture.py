@@ -1,5 +1,5 @@
-"""The facts of CUDA graph capture that a launch needs: kernels may be loaded during one, which the driver refuses unless the thread switches to the
-relaxed mode, each capture has a number, and torch's compiler looks at what lives on in the memory of its own graphs."""
+"""The facts of CUDA graph capture that a launch needs. The driver refuses to load kernels during a capture unless the thread switches to the relaxed
+mode. Each capture has a number. torch's compiler looks for tensors that live on in the memory of its own graphs."""
 
 from __future__ import annotations
 

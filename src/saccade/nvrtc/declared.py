@@ -30,7 +30,7 @@ class _Declared(NamedTuple):
 def parameters_of(source: Source, kernel: str, options: Options) -> Parameters:
     """The parameters of a kernel of a source that is compiled with these options: names, types and order.
 
-    A list may hold `#if NAME ... #endif` and macros that stand for a part of it. It is read once a process.
+    A list may hold `#if NAME ... #endif` and macros that expand to a part of it. It is read once a process.
 
     Raises:
         InvalidArgument: the source has no such kernel, or its list has a type or a condition that is not known here.
@@ -88,7 +88,7 @@ def _read(piece: str, macro: str, about: str) -> _Declared:
 
 
 def _expanded(text: str, source: Source) -> str:
-    """The list, with macros that stand for a part of it replaced by that part."""
+    """The list with its macros expanded."""
     pieces = text.split(",")
     return ",".join(_defined(piece.strip(), source) if re.fullmatch(r"\s*\w+\s*", piece) else piece for piece in pieces)
 
