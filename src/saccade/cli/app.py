@@ -1,5 +1,5 @@
-"""The commands and their options. Each imports its module when it runs, and nothing here imports `saccade` before that: torch
-takes over a second, and `--help` and shell completion need none of it (see `saccade_command`)."""
+"""The commands and their options. Each imports its module when it runs, and nothing here imports `saccade` before that. Importing
+torch takes over a second, and `--help` and shell completion do not need it (see `saccade_command`)."""
 
 from __future__ import annotations
 

@@ -130,8 +130,8 @@ def measure(task: Task) -> Report:
 
 
 def _measure(calls: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> tuple[dict[str, Timing], int]:
-    """Times of every call, and the rounds that were made: `rounds`, and as many again, up to four times, while a row's spread is
-    above `_SPREAD`."""
+    """Times of every call, and the number of rounds made. `rounds` are made, and as many again, up to four times, while a row's
+    spread is above `_SPREAD`."""
     from rich.console import Console
     from rich.progress import track
 

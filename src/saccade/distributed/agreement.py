@@ -1,8 +1,8 @@
 """Whether all ranks make the same call: a few numbers from every rank, exchanged before anything whose size depends on them.
 
-The exchange carries what a call has to exchange anyhow: how long each shard is, and whether its scores are finite. It runs beside
-the selection of candidates, and the host reads it while the device still selects. As no rank goes on before it has read what all
-others call, ranks that disagree raise, all of them, and none waits for an exchange that never comes.
+The exchange carries the facts that a call has to exchange anyhow: how long each shard is, and whether its scores are finite. It runs
+beside the selection of candidates, and the host reads it while the device still selects. No rank goes on before it has read what all
+others call. So if ranks disagree, all of them raise, and none waits for an exchange that never comes.
 """
 
 from __future__ import annotations

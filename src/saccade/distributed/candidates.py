@@ -1,13 +1,12 @@
 """The keys that a shard offers to later ranks, and the offers that a rank puts before its own shard.
 
-A query of rank r sees, of the keys of earlier ranks, only those that are among the best `keep` of all keys before it. Each of
-them is also among the best `keep` of its own shard. So each rank offers the best `keep` keys of its shard, and rank r needs only the
-best `keep` offers of ranks 0 to r - 1. Keys are ordered as in the operation itself, by (score, position) in float32, so ties go to the
-newer key.
+A query of rank r sees a key of an earlier rank only if it is among the best `keep` of all keys before the query. Such a key is also
+among the best `keep` of its own shard. So each rank offers the best `keep` keys of its shard, and rank r needs only the best `keep`
+offers of ranks 0 to r - 1. Keys are ordered as in the operation itself, by (score, position) in float32, so ties go to the newer key.
 
 With sinks and a window a shard also offers the first and the newest keys of its last document. The first keys of a document are
 among the first keys of its parts. These offers rank above all others here, so that every head offers and chooses the same number of
-keys, some of which no query needs. That changes no result, since the call on the extended shard ranks the keys by their scores again.
+keys. No query may need some of them. That changes no result, because the call on the extended shard ranks keys by their scores again.
 """
 
 from __future__ import annotations

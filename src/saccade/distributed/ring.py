@@ -30,9 +30,9 @@ def attention(
     is_causal: bool = True,
     scale: float | None = None,
 ) -> Tensor:
-    """Exact attention, `softmax(scale * Q K^T) V`, over a sequence of which each rank of a group holds an equal part, by torch's ring attention.
+    """Exact attention, `softmax(scale * Q K^T) V`, by torch's ring attention. Each rank of a group holds an equal part of the sequence.
 
-    It is `torch.distributed.tensor.experimental.context_parallel` for one call: every rank sees the keys of all others in turn, n
+    It is `torch.distributed.tensor.experimental.context_parallel` for one call: every rank sees the keys of all others in turn. n
     rows of K and of V travel in forward, and again with their gradients in backward. If every query needs only some keys,
     `saccade.distributed.dynamic_mask_attention` exchanges those alone.
 
@@ -178,7 +178,7 @@ def _settings() -> Any:
 
 @contextlib.contextmanager
 def _as_torch_has_it() -> Iterator[None]:
-    """The ring is built around the function that stands under the name; `saccade.replace_sdpa` may have put another there."""
+    """The ring is built around the function that has this name; `saccade.replace_sdpa` may have put another there."""
     there = getattr(F, torch_attention.__name__)
     setattr(F, torch_attention.__name__, torch_attention)
     try:

@@ -1,7 +1,7 @@
 """Borders of packed sequences that come beside a mask, a bias, or nothing but position ids.
 
-`attention_varlen` takes ends alone. When a layer passes ends together with a mask (that of a sliding window, say), the two are combined: a
-mask of transformers need not know of the packing.
+`attention_varlen` takes the ends of sequences and no mask. A layer may pass ends together with a mask, such as that of a sliding window. The
+two are then combined, because a mask of transformers need not know of the packing.
 """
 
 from __future__ import annotations

@@ -6,16 +6,16 @@
     model = DogeForCausalLM.from_pretrained(..., attn_implementation="saccade_dynamic_mask")
 
 transformers passes a mask to an attention function, and Doge's is dense: `[B, H, Tq, Tk]`, built by
-`DogeAttention.prepare_dynamic_mask`. So `register` also replaces `DogeAttention.forward` by a version that makes the key scores with
-`saccade.dynamic_mask_scores` where a model uses this implementation, and calls the original method otherwise. A mask function is
-registered too, which turns padding and packed sequences into one document number per key. No tensor has size `[Tq, Tk]`.
+`DogeAttention.prepare_dynamic_mask`. So `register` also replaces `DogeAttention.forward`. If a model uses this implementation, the new
+version makes the key scores with `saccade.dynamic_mask_scores`; otherwise it calls the original method. A mask function is registered
+too, which turns padding and packed sequences into one document number per key. No tensor has size `[Tq, Tk]`.
 
-Compared with Doge's eager mode, this uses the same scores `exp(A * softplus(W_dt v))`, the same keys kept (all of them while there are
-at most `config.keep_window_size`), the same bias. Scores are float32 here and have the dtype of the model there, so bfloat16 ties often
-there. Ties differ too: eager mode leaves them to `torch.topk`, here the newer key wins. Equal tokens tie in the first layer (its values
-do not depend on the position), and if `A` is 0, as at initialisation, everything ties: a sliding window here, whichever keys topk takes
-there.
-Refused: attention dropout, `config.sliding_window`, 4-D masks, padding between tokens.
+Scores `exp(A * softplus(W_dt v))`, kept keys and bias are those of Doge's eager mode. All keys are kept while there are at most
+`config.keep_window_size`. Scores are float32 here and have the dtype of the model in eager mode, so bfloat16 often ties there. Ties
+differ too: here the newer key wins, and eager mode leaves them to `torch.topk`. Equal tokens tie in the first layer, because its values
+do not depend on the position. If `A` is 0, as at initialisation, everything ties: here that is a sliding window, in eager mode any keys
+that `topk` takes.
+Refused: attention dropout, `config.sliding_window`, 4-D masks, padding between tokens. Source: paper 004, Eq. 3 and 5 to 10.
 
 `saccade.integrations.doge_cache.DogeCache` decodes with `keep_window_size` entries per head instead of the whole history.
 """
@@ -48,8 +48,7 @@ _BEFORE, _FIRST, _AFTER = 0, 1, torch.iinfo(torch.int32).max
 
 
 class DogeCall(NamedTuple):
-    """The arguments that a layer passes in addition to the scores: documents `[B, Tk]` or None, the number of keys to keep, and a bounded cache
-    or None."""
+    """The arguments that a layer passes besides the scores: documents `[B, Tk]` or None, the number of keys to keep, a bounded cache or None."""
 
     documents: Tensor | None
     keep: int
@@ -69,6 +68,9 @@ def register(name: str = "saccade_dynamic_mask", *, backend: str = "auto") -> Re
     Raises:
         InvalidArgument: a name or backend that cannot be registered.
         SaccadeError: transformers is not installed, or its `DogeAttention` is not compatible.
+
+    Source:
+        "Trainable Dynamic Mask Sparse Attention" (paper 004), Eq. 3 and 5 to 10.
     """
     if not has_package("transformers"):
         raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
@@ -164,7 +166,7 @@ def document_mask(
     device: torch.device | None = None,
     **kwargs: object,
 ) -> Tensor | None:
-    """The mask of transformers as one document number per key, int64 `[B, 1, 1, T]` for the T keys so far; None if there is one
+    """The mask of transformers as one document number per key, int64 `[B, 1, 1, T]` for the T keys so far. None if there is only one
     document.
 
     It is 4-D so that transformers recognises it as a finished mask if it meets it again. The numbers are 0 for padding before the
@@ -172,8 +174,8 @@ def document_mask(
 
     Args:
         attention_mask: bool `[B, T]`, True for tokens.
-        mask_function: says by indices which keys are visible; only evaluated for each key and the key before it (packed
-            sequences).
+        mask_function: says by indices which keys are visible; evaluated only for each key and the key before it, to find packed
+            sequences.
 
     Raises:
         UnsupportedProblem: padding between the tokens of a row, or a mask function of the caller's own.

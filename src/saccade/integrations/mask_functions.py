@@ -15,7 +15,7 @@ def found_in(given: Any, pattern: Any) -> dict[object, Any]:
 
 
 def fits(given: Any, pattern: Any, found: dict[object, Any]) -> bool:
-    """Whether `given` is the same function over the same functions as `pattern`; what stands in its holes is put into `found`."""
+    """Whether `given` is the same function over the same functions as `pattern`; the values in its holes are put into `found`."""
     if isinstance(pattern, tuple):
         return isinstance(given, tuple) and len(given) == len(pattern) and all(map(fits, given, pattern, [found] * len(given)))
     if not isinstance(pattern, FunctionType):

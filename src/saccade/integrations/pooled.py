@@ -153,25 +153,25 @@ class ClsOnly:
 
 
 def cls_only(model: nn.Module) -> ClsOnly:
-    """Let the last layer of an encoder of transformers compute the pooled token alone, since nothing else is read behind it.
+    """Let the last layer of an encoder of transformers compute only the pooled token, as nothing else is read behind it.
 
         with cls_only(model):
             embedding = model(input_ids, attention_mask=mask).pooler_output
 
         handle = cls_only(model)  # until handle.restore()
 
-    The last layer makes keys and values of all tokens, `[B, T, C]`, but the query, the output of attention, the MLP and the norms of
-    one token, `[B, 1, C]`. The pooled output (`pooler_output`, `last_hidden_state[:, 0]`, logits, `image_embeds`, `text_embeds`) and
-    all its gradients are those of the whole layer up to rounding; `handle.saved(tokens)` says what share of the layer is saved, and
-    printing the handle too. Attention is the model's own function ("eager", "sdpa"), or `saccade.attention` with one query under
+    The last layer makes keys and values of all tokens, `[B, T, C]`. The query, the output of attention, the MLP and the norms are those
+    of one token, `[B, 1, C]`. The pooled output (`pooler_output`, `last_hidden_state[:, 0]`, logits, `image_embeds`, `text_embeds`) and
+    all its gradients are those of the whole layer up to rounding. `handle.saved(tokens)` says what share of the layer is saved; so does
+    the printed handle. Attention is the model's own function ("eager", "sdpa"), or `saccade.attention` with one query under
     `attn_implementation="saccade"`. Dropout has the same distribution, but not the same draws, as fewer numbers are drawn.
 
-    Supported are BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, ERNIE and Data2VecText, ViT and DeiT, both towers of CLIP, and their
-    models for classification by the pooled token. In the text tower of CLIP the pooled token is the end token of each text.
+    Supported are BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, ERNIE and Data2VecText, ViT and DeiT, and both towers of CLIP. So are
+    their models for classification by the pooled token. In the text tower of CLIP the pooled token is the end token of each text.
 
-    **`last_hidden_state` has one token**, the pooled one, `[B, 1, C]`: `last_hidden_state[:, 0]` is right for every model (in CLIP's
-    text tower it is the end token), and another index is an error. But mean pooling of your own behind a bare encoder would be
-    the mean of that one token, by broadcasting without any error: it needs all tokens, so do not use it together with this.
+    **`last_hidden_state` has one token**, the pooled one, `[B, 1, C]`. `last_hidden_state[:, 0]` is right for every model (in CLIP's
+    text tower it is the end token), and another index is an error. Do not use this with your own mean pooling behind a bare encoder,
+    which needs all tokens: broadcasting would give the mean of that one token without any error.
 
     Weights, their names, gradient checkpointing and `torch.compile` stay as they are. A deep copy computes as its original does;
     to pickle a whole model, restore it first.
@@ -188,6 +188,9 @@ def cls_only(model: nn.Module) -> ClsOnly:
             over a mean), is a decoder, or is not known; from a call: `output_hidden_states`, `output_attentions`, a cache, packed
             sequences, or an attention function other than those above.
         SaccadeError: it computes the pooled token alone already.
+
+    Source:
+        "Fast Attention For Short Sequences" (paper 002), which remarks that the last layer needs the CLS query alone.
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"model is {shown(model)}; it must be a torch.nn.Module")

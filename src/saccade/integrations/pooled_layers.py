@@ -1,6 +1,6 @@
 """The last layer of an encoder of transformers for the pooled token alone: keys and values of every token, the rest of one.
 
-A layer becomes one of these by its class, since a function on the instance would stay bound to the layer it came from when
+A layer becomes one of these by a change of its class. A function on the instance would stay bound to the original layer when
 `nn.DataParallel` copies the model. The parts (projections, norms, dropout, the MLP) are the layer's own and are called as modules, so
 hooks and adapters on them keep working.
 """
@@ -116,8 +116,8 @@ def vit_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None 
 
 
 def clip_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-    """A layer of CLIP: norms before. A text tower, which names a position, picks it out of `[B, T, C]` afterwards, so it gets the one
-    token as an expanded view of that shape."""
+    """A layer of CLIP, with norms before attention and the MLP. A text tower later picks the pooled position out of `[B, T, C]`, so it
+    gets the one token as an expanded view of that shape."""
     own, position = self.self_attn, kwargs.get(POSITION)
     out = attend(
         own, self._saccade_code, (own.q_proj, own.k_proj, own.v_proj), self.layer_norm1(hidden_states), attention_mask, own.head_dim,

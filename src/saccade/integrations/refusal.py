@@ -1,12 +1,10 @@
 """Decides which model classes of transformers can run our attention functions. The others are refused when a model is made, or run torch's layers.
 
-transformers checks `_supports_sdpa` only for its own names; under another name it makes any model. A model that ignores the
-function still
-gets its mask, and adds our True and False to the scores as 1 and 0: padding leaks and a causal model sees the future, without any
-error.
+transformers checks `_supports_sdpa` only for its own names; under another name it makes any model. A model that ignores the function still
+gets its mask, and adds our True and False to the scores as 1 and 0. Padding then leaks and a causal model sees the future, without any error.
 
-A model that has layers for "sdpa" all the same, in a table of its own, computes the same result with them. A name that stands for exact attention
-falls back to these layers; a name whose result differs never does.
+Some of these models have layers for "sdpa" in a table of their own, which compute the same result. A name that means exact attention falls
+back to these layers; a name whose result differs never does.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _logger = logging.getLogger("saccade")
 _METHOD = "get_correct_attn_implementation"
 # where the wrapper keeps the names that it refuses: other copies of this package in the process add theirs to the same set
 _NAMES = "_saccade_refused_names"
-# the same for those of them that stand for exact attention
+# the same for those of them that mean exact attention
 _EXACT = "_saccade_exact_names"
 _ITSELF = "_saccade_wrapper"
 _HAS_ATTENTION = re.compile(r"^class \w*Attention\w*\(|softmax\(", re.MULTILINE)

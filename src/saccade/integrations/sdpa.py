@@ -35,7 +35,7 @@ def scaled_dot_product_attention(
     """The function in the place of torch's under `replace_sdpa`: `saccade.attention`, or torch's function if only that has a meaning; see
     `replace_sdpa`."""
     if is_causal_bias(attn_mask):
-        # the bias calls again what it knows as torch's function, which is the one that stands in torch.nn.functional at this moment
+        # the bias calls torch's function, which for it is the one now in torch.nn.functional
         given = (query, key, value, attn_mask, dropout_p, is_causal)
         options = {"scale": scale, "enable_gqa": enable_gqa}
         kind: Any = type(attn_mask)
@@ -139,8 +139,8 @@ class Replacement:
 
 def _prepare_torch() -> None:
     """Tell torch what it could not find out while its function is replaced."""
-    # torch lists the functions that subclasses of Tensor may override once in a process, and torch.compile copies that list: made while ours stands in
-    # torch.nn.functional it would lack torch's own for ever
+    # Once in a process torch lists the functions that subclasses of Tensor may override, and torch.compile copies that list. If it were made while our
+    # function is in torch.nn.functional, it would lack torch's own for ever.
     get_overridable_functions()
     # torch.jit.script compiles the operator wherever it meets our function, whose Python it cannot compile
     torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")

@@ -99,24 +99,24 @@ def patch(model: nn.Module, *, skip_unknown: bool = False) -> Patch:
         report = patch(model)  # until report.restore()
         print(report)  # <patch(SwinTransformer): 12 x swin_transformer.WindowAttention>
 
-    `saccade.replace_sdpa()` reaches layers that call torch's function. This reaches these too, in this model alone and not in the
-    process, and besides:
+    `saccade.replace_sdpa()` reaches layers that call torch's function. This reaches these too, but only in this model and not in the
+    whole process. It also reaches:
 
-    * layers whose fused attention is off, as Swin's and Visformer's are unless timm is told: it is turned on, so biases of relative
-      positions (Swin, BEiT, MaxViT) and masks of shifted windows travel as the mask of one call, with their gradients; of shifted
-      windows (Swin, both Swin V2) once for all images, where timm repeats them for each;
-    * layers that always form their scores: both Swin V2, GCViT, TNT, and the one query of CrossViT and of VOLO's class attention;
-      the last layers of ConViT.
+    * layers whose fused attention is off, as is timm's default for Swin and Visformer. It is turned on, so biases of relative positions
+      (Swin, BEiT, MaxViT) and masks of shifted windows are the mask of one call, with their gradients. Masks of shifted windows (Swin,
+      both Swin V2) are passed once for all images, where timm repeats them for each.
+    * layers that always form their scores: both Swin V2, GCViT, TNT, the last layers of ConViT, and the one query of CrossViT and of
+      VOLO's class attention.
 
     Outputs and gradients are those of the model up to rounding. Dropout of attention weights has the same distribution, but other
     draws. Weights and their names, checkpointing, deep copies and `torch.compile` stay as they are; to pickle a whole model, restore it
     first. A call that `attention` refuses and torch takes runs torch's function, as under `replace_sdpa`.
 
     Args:
-        model: a model of timm, or any module around some of its layers. Layers of others are patched too, where a method of theirs
-            calls torch's function.
-        skip_unknown: leave layers that form a softmax in a way that is not known (LeViT, MViTv2, ConViT's gated layers, attention over
-            channels, `nn.MultiheadAttention`, layers of your own) as they are, and name them in `left`.
+        model: a model of timm, or any module around some of its layers. Layers of other libraries are patched too if a method of
+            theirs calls torch's function.
+        skip_unknown: leave unknown layers that form a softmax as they are, and name them in `left`: LeViT, MViTv2, ConViT's gated
+            layers, attention over channels, `nn.MultiheadAttention`, your own layers.
 
     Returns:
         the report and handle, a context manager: `counts`, `left`, `active`, `restore()`.

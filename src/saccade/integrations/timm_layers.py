@@ -1,5 +1,5 @@
-"""Layers of timm under `saccade.integrations.timm.patch`: those that call torch's function call ours, those that form their scores
-by hand get a forward of their own."""
+"""Layers of timm under `saccade.integrations.timm.patch`. Those that call torch's function call ours; those that form their scores
+by hand get another forward."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ BY_HAND = {
 
 @functools.cache
 def _torch_with_ours() -> dict[str, Any]:
-    """Copies of the modules by whose names code reaches torch's function, in which ours stands in its place."""
+    """Copies of the modules through which code reaches torch's function, with ours in its place."""
     functional = _copy(F, {_NAME: scaled_dot_product_attention})
     copied_nn = _copy(nn, {"functional": functional})
     return {F.__name__: functional, nn.__name__: copied_nn, torch.__name__: _copy(torch, {"nn": copied_nn})}
@@ -201,7 +201,7 @@ def patched_class(base: type) -> type | None:
     methods = {name: function for name, function in own.items() if function is not None}
     if any(has_softmax(vars(base)[name]) for name in own.keys() - methods.keys() - {"__init__"}):
         return None  # it overrides what a parent has by a computation of its own
-    # patched parents stand behind `base` and before its parents, where its own `super()` finds them
+    # patched parents come behind `base` and before its parents, where its own `super()` finds them
     parents = [patched for parent in base.__bases__ if (patched := patched_class(parent)) is not None]
     return _subclass(base, methods, *parents) if methods or parents else None
 

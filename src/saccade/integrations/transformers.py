@@ -58,8 +58,7 @@ _UNSUPPORTED = {
 def register(name: str = "saccade", *, backend: str = "auto") -> Registration:
     """Make `attn_implementation=name` run `saccade.attention` in every model of transformers. Safe to call again.
 
-    A model with a table of its own layers (Falcon, SAM's vision tower) runs those for "sdpa", and a warning says so once. Others that ignore the
-    function raise when they are made.
+    A model with a table of its own layers (Falcon, SAM's vision tower) runs those for "sdpa" and warns once. Others that ignore the function raise when made.
 
     Args:
         name: the name by which models select it. transformers interprets "flash", "/" and "|" in a name, so these are refused, as are its own.
@@ -94,6 +93,8 @@ def register_nm_sparse(
     Raises:
         InvalidArgument: a name, pattern, number of dense keys or backend that cannot be registered.
         SaccadeError: transformers is not installed.
+
+    Source: Dfss (paper 003), sections 3 and A.1.
     """
     dense_first, dense_recent = check_dense(dense_first, dense_recent, parse_pattern(pattern)[1])
     return _register(
@@ -220,8 +221,7 @@ def attention_forward(
         `[B, Tq, H, D]`, contiguous, and None for the weights.
 
     Raises:
-        UnsupportedProblem: soft cap, sinks, a sparse choice of keys, a paged cache; or a window, packing or direction that
-            neither the layer nor a mask specifies.
+        UnsupportedProblem: soft cap, sinks, a sparse choice of keys, a paged cache; or a window, packing or direction that neither layer nor mask states.
     """
     refuse_unsupported(kwargs)
     if output_attentions:

@@ -43,6 +43,9 @@ def triangle_attention(
     Raises:
         InvalidArgument: a bad argument, with what was given and what is allowed.
         UnsupportedProblem: return_aux is True.
+
+    Source:
+        the attention of "Highly accurate protein structure prediction with AlphaFold" (Jumper et al. 2021), algorithms 13 and 14 of its supplement.
     """
     check_kinds(q=q, k=k, v=v, bias=bias, mask=mask)
     check_tensors(q, k, v)

@@ -1,4 +1,4 @@
-"""A mask that takes no memory before somebody computes with it: what a layer needs to know of it is said in a few numbers."""
+"""A mask that takes no memory until code computes with it: a few numbers say all that a layer needs to know."""
 
 from __future__ import annotations
 

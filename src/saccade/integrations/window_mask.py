@@ -41,8 +41,8 @@ class WindowMask(UnformedMask):
 def window_mask(
     mask_function: Any, attention_mask: Tensor | None, q_length: int, kv_length: int, places: dict[str, Any]
 ) -> WindowMask | None:
-    """The mask if `mask_function` is that of a window and nothing else hides or shows a key. places: `batch_size`, `q_offset`, `kv_offset` and
-    `device`, as mask functions get them."""
+    """The mask, if `mask_function` is that of a window and nothing else hides or shows a key. places: the arguments `batch_size`, `q_offset`,
+    `kv_offset` and `device` of a mask function."""
     if attention_mask is not None or not 1 < q_length == kv_length or traced():
         return None
     # a cache may have dropped keys, or hold more of them than there are tokens

@@ -120,7 +120,7 @@ class SelfAttention(Module):
 class AttentionPooling(Module):
     """One learned query attends to all tokens: `softmax(q K^T / sqrt(D)) V W_out`, `[K V] = x W_kv`, q a parameter `[H, D]`.
 
-    q has no projection: it is a parameter, so a linear map of it would be redundant.
+    q has no projection: it is a parameter, so a linear map of it would be redundant. Its attention has one query.
 
     Args:
         embed_dim: E, a multiple of num_heads.
@@ -133,6 +133,9 @@ class AttentionPooling(Module):
 
     Raises:
         InvalidArgument: a size, probability or input shape is invalid.
+
+    Source:
+        "Fast Attention For Short Sequences" (paper 002), "separate fwd/bwd kernels for a case where len(q)=1".
     """
 
     def __init__(

@@ -39,6 +39,8 @@ class EncoderLayer(Module):
 
     Raises:
         InvalidArgument: a size, probability, activation or input shape is invalid.
+
+    Source: "Attention Is All You Need" (Vaswani et al. 2017), sections 3.1 and 3.3 with Eq. 2, for the post-norm layer.
     """
 
     def __init__(
@@ -107,8 +109,8 @@ class Encoder(Module):
     """A stack of copies of one `EncoderLayer`, like `torch.nn.TransformerEncoder`, that can compute only the CLS token at the
     end.
 
-    When only token 0 is read (classification, sentence embedding by CLS), `cls_only=True` lets the last layer project one
-    query, attend with Tq = 1, and run the residual, norms and feed-forward on one token. Outputs and gradients equal those of
+    Use `cls_only=True` if only token 0 is read, as in classification or sentence embedding by CLS. The last layer then projects
+    one query, attends with Tq = 1, and runs the residual, norms and feed-forward on one token. Outputs and gradients equal those of
     the whole stack followed by `[:, :1]` (paper 002); with dropout they agree only in distribution.
 
     Args:
@@ -118,6 +120,8 @@ class Encoder(Module):
 
     Raises:
         InvalidArgument: num_layers is no whole number, or below 1.
+
+    Source: "Fast Attention For Short Sequences" (paper 002), which remarks that the last layer needs the CLS query alone.
     """
 
     def __init__(self, layer: EncoderLayer, num_layers: int, norm: nn.Module | None = None) -> None:

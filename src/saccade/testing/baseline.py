@@ -64,8 +64,8 @@ def joined_outputs(calls: Sequence[Outputs]) -> Outputs:
 def _leaves(inputs: Inputs) -> Inputs:
     bias = None if inputs.bias is None else inputs.bias.detach().requires_grad_()
     if inputs.qkv is not None:
-        # views without a history: theirs would hold on to the node that adds up the gradient of qkv, which then belongs to this stream, and a
-        # backward that is captured in a CUDA graph on another one would wait for it, which ends the capture
+        # Views without a history. With one they would keep the node that adds up the gradient of qkv, which belongs to this stream. A backward
+        # that is captured in a CUDA graph on another stream would wait for that node, which ends the capture.
         query, key, value = inputs.qkv.detach().permute(2, 0, 3, 1, 4).unbind(0)
         qkv = inputs.qkv.detach().requires_grad_()
     else:
@@ -108,10 +108,10 @@ class Baseline(NamedTuple):
 def baseline_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool, roundings: Roundings = UNAVOIDABLE) -> Baseline:
     """The baseline of kernels with these roundings; without `lse` if that is False.
 
-    With delta_of_out it has two forms: the weights are rounded before P V once divided by their sum, and once relative to the largest, as in kernels
-    that divide at the end. The rounding of the numbers of out decides the error of delta. If a gradient has one or two terms, one of these
-    is all its error. With half_sums the second adds from the last query and key to the first: with two keys dv has few numbers, and their one error
-    may be small by luck.
+    With delta_of_out it has two forms, which differ in the weights that are rounded before P V. In one they are divided by their sum; in the other they
+    are relative to the largest, as in kernels that divide at the end. The rounding of the numbers of out decides the error of delta. If a gradient has
+    one or two terms, one of these is all its error. With half_sums the second form adds from the last query and key to the first: with two keys dv has
+    few numbers, and their one error may be small by luck.
     """
     call = call_of(case, inputs, seed, lse, roundings.half_sums)
     made = forward(call)
@@ -173,8 +173,8 @@ def _magnitudes(call: TextbookCall, made: Forward) -> Outputs:
     bias."""
     scores, log_sum, weights = made.scores, made.log_sum, made.weights
     exponent = torch.maximum(*(x.masked_fill(x == -math.inf, 0.0).abs() for x in (scores, log_sum[..., None].expand_as(scores))))
-    # Forward: the reciprocal of the sum of weights and the product with it, the exponential, and that of a maximum that rises, each with the rounding
-    # of its exponent. Backward: the exponential is right to two roundings
+    # Forward: the reciprocal of the sum of weights, the product with it, the exponential, and that of a maximum that rises. Both exponentials come with
+    # the rounding of their exponents. Backward: the exponential is right to two roundings.
     once, thrice = made.dropped * (4.0 + 2.0 * exponent), made.dropped * (3.0 + 3.0 * exponent)
     terms = weights * (3.0 + 3.0 * exponent)
     terms = terms * (

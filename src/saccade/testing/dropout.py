@@ -1,4 +1,4 @@
-"""The draws of dropout that a seed stands for, as the public functions make them."""
+"""The draws of dropout that follow from a seed, as the public functions make them."""
 
 from __future__ import annotations
 

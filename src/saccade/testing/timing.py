@@ -1,5 +1,5 @@
-"""Timers: for a single call (median, p20 and p80, with L2 flushed between runs on a GPU), for several calls in turns, and by wall
-clock."""
+"""Timers for a single call, for several calls in turns, and by wall clock. The first gives median, p20 and p80, and flushes L2
+between runs on a GPU."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def measure_in_turns(
 def throughput_in_turns(
     calls: dict[str, Callable[[], object]], device: torch.device | str, rounds: int = 5, window_ms: float = 20
 ) -> dict[str, Timing]:
-    """Wall-clock milliseconds per call for calls made one after another, as a program makes them, so that host time counts where
-    the device waits for it. Each call gets its own window in each round, in a new random order; median, least and most over the
-    rounds. Caches are not flushed.
+    """Wall-clock milliseconds per call for calls made one after another, as a program makes them. So host time counts if the device
+    waits for it. Each call gets its own window in each round, in a new random order; median, least and most over the rounds. Caches
+    are not flushed.
     """
     device = torch.device(device)
     counts = {}

@@ -1,6 +1,6 @@
-"""The main job without padding: documents of sentences of very different lengths, embedded by stock, and by the same model after
-`saccade.optimize`: without padding, and on a GPU from CUDA graphs. From strings by `SentenceTransformer.encode`; where sentence-transformers is not
-installed, by transformers from padded batches as `encode` makes them."""
+"""The main job without padding: documents with sentences of very different lengths. The stock model embeds them, and the same model after
+`saccade.optimize`, which runs without padding, and on a GPU from CUDA graphs. `SentenceTransformer.encode` embeds strings. If sentence-transformers is
+not installed, transformers embeds padded batches as `encode` makes them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LEAST_COSINE = 0.999
 
 @dataclass(frozen=True)
 class Row:
-    """One way of feeding the encoder: its counts, the share of stock's batches that is padding, milliseconds of both
-    (the sum over calls of medians), and the least cosine of the two embeddings of one sentence."""
+    """One way of feeding the encoder: its counts, the share of stock's batches that is padding, and milliseconds of both (the sum
+    over calls of medians). Also the least cosine between the two embeddings of one sentence."""
 
     feeding: str
     sentences: int
