@@ -59,7 +59,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q: int32 `[B + 1]`, 0, then the end of each sequence of q.
         cu_seqlens_k: the same for k and v.
         max_seqlen_q: at least the longest sequence of q; an int, or an integer tensor without dimensions, which waits for the device.
-        max_seqlen_k: the same of k and v.
+        max_seqlen_k: the same for k and v.
         dropout_p: probability of dropping a weight.
         softmax_scale: factor on the scores, `1/sqrt(D)` by default.
         causal: a query sees keys up to its own position, aligned with the last key.

@@ -1,4 +1,4 @@
-"""Folders from which code is loaded: nobody but their user, or root, may be able to change what lies in them, or to put others in their place."""
+"""Folders from which code is loaded. Only their user, or root, may be able to change their contents, or to put other folders in their place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_MOST_LINKS = 40  # as Linux has it
+_MOST_LINKS = 40  # Linux's limit
 # to pass a folder needs no right to read it
 _PASS = getattr(os, "O_PATH", os.O_RDONLY)
 

@@ -105,7 +105,7 @@ def _missing(arch: int) -> list[str]:
 
 @contextmanager
 def _software_of_another_machine() -> Iterator[None]:
-    """All that kernels need is installed: whoever asks about another machine asks what it would run, not what is missing here."""
+    """All that kernels need is installed: a question about another machine is about the call that it would run, not about tools missing here."""
     with assumed("triton"), toolchain.assumed():
         yield
 

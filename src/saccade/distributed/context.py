@@ -99,7 +99,7 @@ def dynamic_mask_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`saccade.dynamic_mask_attention`, causal, over a sequence of which each rank of a group holds one contiguous stretch.
+    """`saccade.dynamic_mask_attention`, causal, over a sequence. Each rank of a group holds one contiguous stretch of it.
 
     The sequence is the stretches of rank 0, 1, 2, .. one behind another. The result, `softmax(scale * Q K^T + key_scores) V` over the kept keys,
     is that of one device that holds all of it: the kept keys are exactly the same. A query of rank r can see no more than the `keep` best keys

@@ -1,7 +1,7 @@
 """The exchange of offered keys and of their gradients, and its autograd.
 
 Forward: one all-gather of each rank's offers (rows of K and V, scores, and with documents three numbers a batch row), packed as
-bytes. Backward: one all-to-all, in which each rank sends the gradients of what it was offered home, and to nobody else. They
+bytes. Backward: one all-to-all, in which each rank returns the gradients of offered keys to their owners, and to no other rank. They
 travel in their own dtype, since the sum is taken at home, in float32; a reduce-scatter would sum in bfloat16, in an order of its
 own.
 """

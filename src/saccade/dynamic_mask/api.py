@@ -168,7 +168,7 @@ def dynamic_mask_attention(
 
 
 def _attend(query, key, value, key_scores, lengths, document_ids, prepared: Prepared):
-    """(out, lse, faulty): faulty says, once everything is launched, whether the scores were invalid; None where nobody has to ask."""
+    """(out, lse, faulty): faulty says, once everything is launched, whether the scores were invalid; None if there is nothing to ask."""
     problem, chosen = prepared.problem, prepared.backend
     watched = values_known(key_scores)
     if chosen.attend is not None:

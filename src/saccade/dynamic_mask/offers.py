@@ -1,4 +1,4 @@
-"""The work of a GPU for context parallelism besides the attention: ranking keys and copying chosen rows, in one launch each.
+"""The work of a GPU for context parallelism beside the attention itself: it ranks keys and copies chosen rows, in one launch each.
 
 `saccade.distributed` has the same in torch's operations, for other devices and for documents.
 """

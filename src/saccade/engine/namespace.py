@@ -19,5 +19,5 @@ def fragment() -> torch.library.Library:
 
 
 def packet(name: str) -> Any:
-    """A defined op of ours with its overloads, of which `.default` is the only one."""
+    """A defined op of ours with its overloads; `.default` is the only one."""
     return getattr(getattr(torch.ops, NAMESPACE), name)

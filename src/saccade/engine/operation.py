@@ -16,7 +16,7 @@ class Operation:
     describe: the function that checks the arguments of a call and describes it.
     cases: its named problems. check: `(case, dtype, device, backend, lse=True) -> results`; each result is compared with float64.
     decoding: backends that attend one token at a time over a cache of keys.
-    everyday: arguments that an everyday call needs besides its tensors.
+    everyday: arguments that an everyday call needs beside its tensors.
     tables: prefixes of the names of its benchmark tables.
     """
 

@@ -28,7 +28,7 @@ class Prepared:
     """A described call and the backend that runs it, as its plan says.
 
     op_name: the backend as ops name it, with "auto:" before its name where another may take its place.
-    recorded: the kinds of the call of which C++ was told the launches (`saccade.native`). refused: it cannot replay them.
+    recorded: the kinds of the call whose launches C++ knows (`saccade.native`). refused: C++ cannot replay them.
     launches: what the launchers of the backend have worked out for calls of this signature. Each entry is keyed by whatever else
         it depends on (the alignment of addresses, the layout of an incoming gradient).
     """
@@ -109,7 +109,7 @@ def prepare(
 
 
 def forget() -> None:
-    """Forget every prepared call, so that backends are chosen anew: one of them was disabled."""
+    """Forget every prepared call, so that backends are chosen again, because one of them was disabled."""
     _PREPARED.clear()
     native.forget()
 

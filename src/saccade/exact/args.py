@@ -31,7 +31,7 @@ class AttentionCall(NamedTuple):
 
 
 class PackedCall(NamedTuple):
-    """The same of `attention_qkvpacked`."""
+    """The arguments of `attention_qkvpacked`."""
 
     qkv: Annotated[Tensor, Dims(0, 3)]
     attn_mask: Annotated[Tensor | None, scores_dims]

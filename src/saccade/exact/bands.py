@@ -44,12 +44,12 @@ class Band(NamedTuple):
 
 
 def band_of(q_len: int, k_len: int, left: int, right: int, causal: bool, shift: int = 0) -> Band:
-    """The band of a window, as `window.ends_of` has it. shift: of the keys, by which row i is aligned with key i + shift."""
+    """The band of a window as `window.ends_of` gives it. shift: row i is aligned with key i + shift."""
     low = 1 - q_len if left == NO_LIMIT else shift - left
     high = k_len - 1 if right == NO_LIMIT else shift + right
     high = min(high, shift) if causal else high
     if low > min(high, k_len - 1) or high < 1 - q_len:
-        low, high = 1, 0  # nobody sees a key
+        low, high = 1, 0  # no query sees a key
     low, high = max(low, 1 - q_len), min(high, k_len - 1)
     queries = max(_FEWEST_QUERIES, high - low + 1)
     return Band(low, high, q_len, k_len, min(queries, max(q_len, 1)))

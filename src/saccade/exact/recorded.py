@@ -18,13 +18,13 @@ from saccade.native.recording import Recorder
 
 
 def key_of(call: tuple, by_lists: bool = False) -> tuple[int, ...] | None:
-    """The key of a call, as C++ has it; None where C++ cannot replay it. by_lists: whether it is a packed batch that goes by lists of lengths."""
+    """The key of a call in C++; None if C++ cannot replay it. by_lists: whether it is a packed batch that goes by lists of lengths."""
     key: tuple[int, ...] | None = native.calls.key(call)
     return (*key, BY_LISTS) if key and by_lists else key
 
 
 def begin_recording(prepared: Prepared, call: tuple, by_lists: bool = False) -> Recorder | None:
-    """A recorder for a call of a kind of which C++ was not told; None where C++ cannot replay it. by_lists: as of `key_of`."""
+    """A recorder for a call of a kind that C++ does not know yet; None if C++ cannot replay it. by_lists: as of `key_of`."""
     if native.calls is None:
         native.start(prepare.forget)
         return None
@@ -40,7 +40,7 @@ def numbers_of(ops: Ops, args: Any) -> dict[str, Any]:
 class Backward(NamedTuple):
     """The backward of calls of one kind.
 
-    key: of the calls, as C++ has it. inputs: names of their tensors. numbers: what `numbers_of` finds. varying: names of numbers that C++ hands over
+    key: of the calls in C++. inputs: names of their tensors. numbers: what `numbers_of` finds. varying: names of numbers that C++ hands over
     after the tensors. fold, unfold: of the tensors by name, and of the gradients, if kernels are given other views of them.
 
     It lives as long as the process, so it holds no tensor of the call that was recorded.

@@ -20,7 +20,7 @@ from saccade.native.recording import Recorder
 
 
 def begin(prepared: Prepared, call: tuple) -> Recorder | None:
-    """A recorder for a call of which C++ is to be told: once for each kind of calls that it tells apart."""
+    """A recorder for a call that C++ shall replay: once for each kind of calls that C++ tells apart."""
     return None if prepared.refused or not call[0].is_cuda or prepare.traced() else begin_recording(prepared, call)
 
 

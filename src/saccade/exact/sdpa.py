@@ -222,7 +222,7 @@ def _of_rank(mask: Tensor, rank: int) -> Tensor:
 
 
 def _known_lengths(args: AttentionArgs, problem: Problem) -> list[int] | None:
-    """The lengths as numbers, where reading them waits for nobody."""
+    """The lengths as numbers, if they can be read without waiting for a device."""
     lengths = args.lengths
     if lengths is None or problem.device_type != "cpu" or not eager(args.query, args.key, args.value, lengths, args.mask):
         return None

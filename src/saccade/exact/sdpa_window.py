@@ -44,7 +44,7 @@ def attend_with_window(args: AttentionArgs, problem: Problem, attend: Attend) ->
 
 
 def _is_empty(problem: Problem) -> bool:
-    """Whether nobody sees anything."""
+    """Whether no query sees a key."""
     return 0 in (problem.batch, problem.heads, problem.q_len, problem.kv_len)
 
 

@@ -67,7 +67,7 @@ def by_positions(module: torch.nn.Module, positions: object, query: Tensor, key:
     version = None if positions.is_inference() else positions._version
     layer = getattr(module, "layer_idx", None) or 0
     known = _FOUND.get(positions)
-    # a tensor of inference mode counts no changes, so the layer that read it reads it anew: the first one that has attention
+    # a tensor of inference mode counts no changes, so the layer that first read it, the first with attention, reads it again
     if known is not None and known[0] == (version, query.shape[0]) and (version is not None or layer > known[1]):
         return known[2]
     found = _restarts(positions, query.shape[0])

@@ -63,7 +63,7 @@ def register(name: str = "saccade_dynamic_mask", *, backend: str = "auto") -> Re
         backend: as in `saccade.dynamic_mask_attention`; register a second name to force one backend.
 
     Returns:
-        a handle, as `saccade.integrations.transformers.register`. With the last one `DogeAttention.forward` is put back too.
+        a handle, as `saccade.integrations.transformers.register`. With the last one `DogeAttention.forward` is restored too.
 
     Raises:
         InvalidArgument: a name or backend that cannot be registered.
@@ -184,7 +184,7 @@ def document_mask(
         raise UnsupportedProblem(
             "an or_mask_function or and_mask_function is given; dynamic mask attention is causal, with key padding"
         )
-    # a static cache has more keys, of which the last are empty
+    # a static cache has more keys, the last of them empty
     seen = int(q_offset) + q_length
     if attention_mask is not None:
         real = attention_mask[:, :seen].to(torch.bool)

@@ -55,7 +55,7 @@ def refuse_models_that_ignore(name: str, exact: bool) -> None:
 
 
 def allow_models_that_ignore(name: str) -> None:
-    """Undo `refuse_models_that_ignore`; with the last name the method of transformers is put back, unless somebody has wrapped it since."""
+    """Undo `refuse_models_that_ignore`; with the last name the method of transformers is restored, unless other code has wrapped it since."""
     from transformers import PreTrainedModel
 
     method: Any = getattr(PreTrainedModel, _METHOD, None)
@@ -100,7 +100,7 @@ def _refusing(method: Any, names: set[str], exact: set[str]) -> Any:
     return get_correct_attn_implementation
 
 
-# (module, name) of which a warning has told: a model and its parts come from one module
+# each (module, name) that a warning has named: a model and its parts come from one module
 _TOLD: set[tuple[str, str]] = set()
 
 

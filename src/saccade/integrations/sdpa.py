@@ -67,7 +67,7 @@ def _is_of_another_kind(tensor: Any) -> bool:
 
 
 def _every_kernel_of_torch_is_allowed() -> bool:
-    """Whether nobody has chosen among torch's kernels, as `torch.nn.attention.sdpa_kernel` does; such a choice is torch's to follow."""
+    """Whether no choice among torch's kernels is active, such as `torch.nn.attention.sdpa_kernel`; torch's function has to follow it."""
     flags = torch._C
     return (
         flags._get_flash_sdp_enabled()

@@ -41,7 +41,7 @@ class SaccadeBackend:
         return _runs_a_kernel(query, key, spec.dtype, arch_of(spec.device), spec.is_grad_enabled)
 
     def run(self, query: Tensor, key: Tensor | None, value: Tensor | None, **informational: Any) -> Tensor:
-        """`[B, Tq, H, D]`. informational: what the registry passes besides, which changes no result.
+        """`[B, Tq, H, D]`. informational: further arguments of the registry, which change no result.
 
         Raises:
             InvalidArgument: no tensor of that shape.

@@ -77,7 +77,7 @@ def triangle_attention(
 
 
 def _check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...], rank: int) -> None:
-    """Raise unless a tensor has the shape wanted, of which `rank` dims were given."""
+    """Raise unless a tensor has the wanted shape. rank: how many of its dims the caller gave."""
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(
             f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor of shape {list(wanted[5 - rank :])}"

@@ -25,12 +25,12 @@ class UnformedMask(Tensor):
         return made
 
     def holds_for(self, query: Tensor, key: Tensor) -> bool:
-        """Whether its numbers say all about a call: nobody computed with the mask, which may have changed it, and it has the shape of the call."""
+        """Whether its numbers say all about a call: no code has computed with the mask, which may change it, and it has the shape of the call."""
         lengths = (self.shape[0], self.shape[2])
         return self._formed is None and all((x.shape[0], x.shape[2]) == lengths for x in (query, key))
 
     def formed(self) -> Tensor:
-        """The mask as a plain tensor, one for all who ask."""
+        """The mask as a plain tensor, the same one at each call."""
         if self._formed is None:
             self._formed = self._form()
         return self._formed

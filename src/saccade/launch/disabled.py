@@ -15,7 +15,7 @@ _warned: set[str] = set()
 
 def disable(what: Hashable, instead: str, error: Exception) -> None:
     """Remember that `what` fails: a variant of a kernel, or a backend and a shape. Warn once for each failure; `instead` names the replacement."""
-    # only a stream of ever new shapes, none of which compiles, fills it; the oldest would fail again, without a warning
+    # only a stream of ever new shapes that do not compile fills it; the oldest would fail again, without a warning
     if len(_disabled) >= _MOST:
         _disabled.pop(list(_disabled)[0], None)  # noqa: RUF015 (an iterator would meet what other threads add)
     _disabled[what] = error

@@ -1,4 +1,4 @@
-"""Launches as C++ is told of them."""
+"""Launches as data for C++."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Notes the launches of a call where they are made, so that C++ can replay them.
 
-`Recorder` is told of each launch by who makes it (`launch.triton`, `nvrtc.Bound`), and finds the tensor of each address. Launchers say what
+`Recorder` gets each launch from the code that makes it (`launch.triton`, `nvrtc.Bound`), and finds the tensor of each address. Launchers say what
 addresses and values cannot tell: `scratch` memory, numbers that are `varying`, tables that are `lasting`, and `refuse` for work that is no launch.
 """
 
@@ -29,7 +29,7 @@ def varying(values: tuple[int, ...], slots: Iterable[int]) -> tuple[int, ...]:
 
 
 def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device, queries: int = 0) -> Tensor:
-    """Memory that launches of a call share, and that nobody reads later. queries: the factor of its size that is the number of tokens of q; 0
+    """Memory that launches of a call share, and that is not read later. queries: the factor of its size that is the number of tokens of q; 0
     where its size is that of all calls."""
     made = torch.empty(shape, dtype=dtype, device=device)
     if ACTIVE.recorder is not None:
@@ -45,7 +45,7 @@ def lasting(tensor: Tensor, offset: int = 0, slot: int = FIXED) -> Tensor:
 
 
 def is_recorded() -> bool:
-    """Whether a recorder notes the launches of this thread, none of which it has refused."""
+    """Whether a recorder notes the launches of this thread, and has refused none of them."""
     return ACTIVE.recorder is not None and not ACTIVE.recorder.refused
 
 

@@ -110,7 +110,7 @@ def nm_sparse_attention(
 
     i is an index into `query`, as `is_causal` aligns it, also in calls that are not causal. The second part names the groups that hold
     any of the keys i - dense_recent + 1 to i, counted also behind the last key. These are dense_recent / M groups if one of them ends at
-    key i, and else one more, of which a causal call sees the keys up to i. Keys that a mask hides stay hidden.
+    key i, and else one more. A causal call sees the keys of the last one up to i. Keys that a mask hides stay hidden.
 
     Args:
         query: as in `attention`, of rank 4 (or a DTensor sharded by batch or heads), as key and value.

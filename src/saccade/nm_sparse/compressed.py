@@ -19,12 +19,12 @@ ROWS = 32
 
 
 def group_of(dtype: torch.dtype) -> int:
-    """How many numbers form a group of the format, of which half are kept: 8 bytes."""
+    """How many numbers form a group of the format, 8 bytes. Half of them are kept."""
     return 8 // dtype.itemsize
 
 
 def span_of(dtype: torch.dtype) -> int:
-    """The number of which the columns are padded to a multiple: 64, or 32 for 32-bit numbers, as torch requires."""
+    """Columns are padded to a multiple of this number: 64, or 32 for 32-bit numbers, as torch requires."""
     return 128 // dtype.itemsize
 
 
@@ -102,7 +102,7 @@ def compress(dense: Tensor, keep: int, group: int, fill: float) -> tuple[Tensor,
 
 
 def gather(scores: Tensor, dense: Tensor, keep: int, group: int, fill: float) -> tuple[Tensor, Tensor]:
-    """Like `compress`, but with the kept numbers chosen by `scores`, of which `dense` may be a rounded copy."""
+    """Like `compress`, but `scores` choose the kept numbers; `dense` may be a rounded copy of them."""
     dtype = dense.dtype
     q_len, kv_len = dense.shape[-2:]
     rows, columns = padded(q_len, kv_len, dtype)

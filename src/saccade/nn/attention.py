@@ -64,7 +64,7 @@ class SelfAttention(Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the packed projection anew; `out_proj` is a module of its own, with a `reset_parameters` of its own."""
+        """Draw the packed projection again; `out_proj` is a module with its own `reset_parameters`."""
         nn.init.xavier_uniform_(self.in_proj_weight)
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
@@ -161,7 +161,7 @@ class AttentionPooling(Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the query anew; both projections are modules of their own, with a `reset_parameters` of their own."""
+        """Draw the query again; both projections are modules with their own `reset_parameters`."""
         # near 0, so that training starts from the mean of the tokens
         nn.init.trunc_normal_(self.query, std=0.02)
 

@@ -32,8 +32,8 @@ class DynamicMaskAttention(Module):
         num_kv_heads: Hkv, a divisor of H (default H).
         head_dim: D (default E / H).
         keep: keys that each query keeps.
-        sinks: first keys that it keeps besides, whatever their scores.
-        window: newest keys that it keeps besides, whatever their scores.
+        sinks: how many first keys it also keeps, whatever their scores.
+        window: how many of the newest keys it also keeps, whatever their scores.
         form: "exp" as above, or "linear", `s_j = A * softplus(W_dt v_j)`, as in later versions of the authors' code. The kept
             keys are the same up to rounding where A > 0 or A < 0; their weights are not.
         bias: whether projections add a bias.

@@ -18,7 +18,7 @@ from saccade.nm_sparse.problem import parse_pattern
 from saccade.nn.checks import check_backend, check_heads, check_made, check_size, check_tokens
 from saccade.nn.module import Module
 
-# it converges in about six; a number that was meant for something else would take for ever
+# it converges in about six; a number meant for another argument would take very long
 _MOST_ITERATIONS = 1000
 
 

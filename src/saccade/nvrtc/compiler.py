@@ -158,7 +158,7 @@ def _from_disk_or_built(source: Source, architecture: str, options: Options) -> 
 
 @functools.lru_cache(maxsize=4096)
 def _macros(defines: tuple[tuple[str, int | str | bool], ...]) -> tuple[tuple[str, str], ...]:
-    """Names and texts, sorted. Remembered, as some launches make their options anew: 20 us of host time."""
+    """Names and texts, sorted. Remembered, because some launches make their options at each call: 20 us of host time."""
     return tuple(sorted((name, _macro_text(name, value)) for name, value in defines))
 
 

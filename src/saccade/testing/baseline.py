@@ -91,7 +91,7 @@ def oracle_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool) -> Outputs:
 class Baseline(NamedTuple):
     """The measure of a result.
 
-    outputs: of each one or several forms of the baseline, stacked, of which the larger error counts; their dtypes are those of a right result.
+    outputs: one or several forms of the baseline for each output, stacked; the larger error counts. Their dtypes are those of a right result.
     magnitude: the largest sum of absolute terms behind one of its numbers, float64 `[calls]`. likely: of each output an error that the baseline may
     well have, and the root mean square of all, float64 `[2, calls]`; {} where only the baseline's own errors count.
     """

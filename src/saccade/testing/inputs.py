@@ -112,7 +112,7 @@ def make(
 
 
 def mask_of(case: Case, inputs: Inputs) -> Tensor | None:
-    """The tensor that hides keys besides lengths and a causal mask: the mask, or a window as `[Tq, Tk]`."""
+    """The tensor that hides keys in addition to lengths and a causal mask: the mask, or a window as `[Tq, Tk]`."""
     if case.window is None:
         return inputs.mask
     assert inputs.mask is None, "a call has a mask or a window"
@@ -123,7 +123,7 @@ def mask_of(case: Case, inputs: Inputs) -> Tensor | None:
 
 
 def time_first(tensor: Tensor) -> Tensor:
-    """`[B, H, T, D]` as a view of `[T, B, H, D]`, as `nn.MultiheadAttention` has it."""
+    """`[B, H, T, D]` as a view of `[T, B, H, D]`, the memory order of `nn.MultiheadAttention`."""
     return tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
 
 

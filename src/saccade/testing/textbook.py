@@ -30,7 +30,7 @@ class TextbookCall(NamedTuple):
     scale: float
     dtype: torch.dtype
     half_sums: bool  # whether products are added in float16
-    dweights: Tensor  # the gradients of the weights, of which no rounding of forward is part
+    dweights: Tensor  # the gradients of the weights, without any rounding of forward
 
 
 class Forward(NamedTuple):

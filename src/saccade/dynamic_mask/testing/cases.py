@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class DynamicMaskCase:
     """One named problem, without its data.
 
-    keep: keys that each query keeps; sinks and window: those that it keeps besides. lengths: real keys of each batch row, the first 0 and the last full. documents: a few
+    keep: keys that each query keeps; sinks and window: how many it also keeps. lengths: real keys of each batch row, the first 0 and the last full. documents: a few
     documents in each row. ties: scores are integers. lse_grad: the log-sum-exp gets a gradient too. tags: "quick" (a
     cross-section), "large" (slow when interpreted). calls: of how many calls, as many batch rows each, the outputs are judged together.
     """

@@ -55,7 +55,7 @@ class Sm90Config:
     registers: of a thread of each kind of warpgroup. Forward: those that compute, and the one that loads. Backward: the two that own keys, the one
         that computes dQ and the one that loads; 512 in all four.
     teams: of forward, pairs of warpgroups that share queries; each has memory of its own. Two in one block, and not two blocks: beside a
-        warpgroup that loads they have 112 registers of a thread in place of 104, of which the products run out.
+        warpgroup that loads they have 112 registers of a thread; 104 are too few for the products.
     """
 
     stages: int

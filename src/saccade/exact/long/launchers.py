@@ -137,7 +137,7 @@ def backward(
 
 
 def _is_expanded(bias: Tensor, found: Tensor) -> bool:
-    """Whether a bias was expanded over rows or heads, of which `readable` has found one."""
+    """Whether a bias was expanded over rows or heads; `readable` returns only one of them then."""
     return bias[(None,) * (4 - bias.dim())].shape[:2] != found.shape[:2]
 
 

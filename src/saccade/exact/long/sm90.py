@@ -234,7 +234,7 @@ def _segment(args: VarlenArgs) -> int:
 
 
 def segment_rows(args: VarlenArgs) -> int:
-    """Keys of a segment, of which a block of backward takes one of a window; if it takes a share of all rounds, those of a round."""
+    """Keys of a segment: with a window, the part of a sequence that a block of backward takes. If it takes a share of all rounds, the keys of a round."""
     return _segment(args) * ROUND_ROWS
 
 
@@ -300,7 +300,7 @@ def plan_backward(
     launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
     max_q, max_k = longest or args.max_q, longest or args.max_k
     chunks = -(-max_q // CHUNK_ROWS)
-    if window is not None:  # those of which one round has begun the dQ and another goes on
+    if window is not None:  # the chunks whose dQ one round has begun and another continues
         chunks = max(1, min(chunks, (sum(window) + 62) // CHUNK_ROWS + 1))
     parked_block = group * chunks * CHUNK_ROWS * head_dim if max_k > ROUND_ROWS or window is not None else 0
     moved = tuple(map(Moved.of, (*args[:3], dout, out), (QUERIES, KEYS, KEYS, QUERIES, QUERIES)))

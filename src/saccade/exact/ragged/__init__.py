@@ -1,1 +1,1 @@
-"""Ragged batches: sequences of different lengths packed one behind another, or dense rows of which only `lengths` keys are real."""
+"""Ragged batches: sequences of different lengths packed one behind another, or dense rows whose first `lengths` keys are real."""

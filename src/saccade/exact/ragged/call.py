@@ -177,7 +177,7 @@ class RaggedCall:
         if not bucket.longest:
             return self
         names = ("max_q", "max_k") if self.args.seed is None else ("max_q",)
-        # C++ tells batches apart by the powers of two that hold these, so another batch of the kind has the same of them
+        # C++ tells batches apart by the powers of two that hold these, so another batch of the kind has the same powers
         (most,) = varying((bucket.longest,), (FIXED,))
         longest: dict[str, Any] = {name: most for name in names if getattr(self.args, name) > most}
         return RaggedCall(self.args._replace(**longest), self.configs)

@@ -9,7 +9,7 @@ from saccade.launch.triton import pow2
 
 
 def prefers(kind: Kind, *directions: str) -> bool:
-    """Whether the ragged family leaves these directions ("forward", "backward") to these kernels, of which none was disabled."""
+    """Whether the ragged family leaves these directions ("forward", "backward") to these kernels, and none of them was disabled."""
     return in_chunks(kind.head_dim, *kind.features) and all(failure_of(named(d, kind)) is None for d in directions)
 
 

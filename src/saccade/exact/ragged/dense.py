@@ -1,4 +1,4 @@
-"""The ragged family for `attention`: dense rows `[B, H, T, D]`, whole or of which only the first keys are real, under masks, biases and dropout.
+"""The ragged family for `attention`: dense rows `[B, H, T, D]`, whole or with only the first keys real, under masks, biases and dropout.
 
 Padded keys are neither read nor multiplied, so they may hold anything, and K and V are never copied to clear them.
 """

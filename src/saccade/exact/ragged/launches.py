@@ -196,7 +196,7 @@ def backward_bias(call: RaggedCall, bucket: Bucket, dout: Tensor, found: Weights
     """The gradient of a bias. dbias: float32 `[rows, owners, max_q, max_k]`, to which it is added."""
     args, (query, key, value), beside = call.args, call.args[:3], _beside(call)
     config = call.configs.long.get("queries") or long_config("queries", call.block_d, call.size, call.arch)
-    # it holds a tile of the gradient besides: with 64 queries 4 KB of registers spill on sm_80
+    # it also holds a tile of the gradient: with 64 queries 4 KB of registers spill on sm_80
     config = replace(config, tile_q=min(32, config.tile_q))
     seed = query if args.seed is None else args.seed
     tensors = (

@@ -7,7 +7,7 @@ where it computes calls Philox for each pair: four times too often, and for pair
 12 heads of D = 64. Forward took 52 us with dropout and 12 without, backward 220 and 43 (H100).
 
 With a window the words of a row begin with that of the first key that it sees.
-Bytes: T H ceil(longest / 32) words at most, of which a row touches ceil(length / 32); with a window T H (width / 32 + 2). Source: Salmon et al.,
+Bytes: T H ceil(longest / 32) words at most, and a row touches ceil(length / 32) of them; with a window T H (width / 32 + 2). Source: Salmon et al.,
 Parallel random numbers (2011).
 """
 

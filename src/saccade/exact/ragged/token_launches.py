@@ -124,7 +124,7 @@ def _varying(call: RaggedCall, words: int) -> dict[str, int]:
 
 
 def _window(call: RaggedCall) -> tuple[int, int]:
-    """(left, right); 0 without a window, when nobody reads them."""
+    """(left, right); 0 without a window, when no kernel reads them."""
     args = call.args
     return window_of((args.window_left, args.window_right), args.causal) or (0, 0)
 
@@ -153,7 +153,7 @@ def words_of(call: RaggedCall) -> int:
 
 
 def _survivors(call: RaggedCall, bounds: Tensor) -> Tensor:
-    """The weights that survive dropout, a bit each, int32 `[H, T, words]`; what nobody reads without dropout. Drawn again in backward, so that no layer
+    """The weights that survive dropout, a bit each, int32 `[H, T, words]`; without dropout a tensor that no kernel reads. Drawn again in backward, so that no layer
     keeps them."""
     args, (left, _), words = call.args, _window(call), words_of(call)
     if args.seed is None:

@@ -31,7 +31,7 @@ import triton.language as tl
 from saccade.exact.ragged.tiles import FULL, LN2, LOG2E
 from saccade.exact.ragged.token_dropout import survived
 
-# arguments that change from batch to batch, and a window, which is at most as wide as the tokens; without one nobody reads it
+# arguments that change from batch to batch, and a window, which is at most as wide as the tokens; without one it is never read
 VARYING_TOKENS = ["total", "sequences", "steps", "words", "left", "right"]
 
 
@@ -47,7 +47,7 @@ def bounds_kernel(cu, bounds, total, sequences, steps, BLOCK: tl.constexpr):
         low = tl.where(behind & (low < high), middle + 1, low)
         high = tl.where(behind, high, middle)
     real = low < sequences
-    # nobody has checked the numbers: clamped, wrong ones give a wrong result and no read outside of the tensors
+    # The numbers are unchecked. Clamped, wrong ones give a wrong result and no read outside of the tensors.
     end = tl.minimum(tl.maximum(tl.load(cu + sequences), 0), total)
     first = tl.where(real, tl.load(cu + low, mask=real, other=0), end)
     last = tl.where(real, tl.load(cu + low + 1, mask=real, other=0), end)

@@ -58,7 +58,7 @@ def in_order_kernel(
     base = tl.sum(before, 0)
     at = base + tl.cumsum(mine, 0) - mine
     for part in tl.range(0, tl.max(mine, 0)):
-        # nobody has checked the lengths, which may add up to more than there is room for
+        # the lengths are unchecked, and may add up to more than there is room for
         tl.store(parts + at + part, s | part << PART_AT, mask=(part < mine) & (at + part < room))
     if first + BLOCK >= sequences:
         tl.store(count, tl.minimum(base + tl.sum(mine, 0), room))

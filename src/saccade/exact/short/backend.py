@@ -165,7 +165,7 @@ def _prefers_bias(problem: Problem) -> bool:
 
 def _shared_bias(problem: Problem) -> bool:
     """Whether persistent programs hold the bias on chip: one that the batch shares, or that of a window, which several images share.
-    It is not measured yet whether windows gain as much; torch's kernels, besides, are given a copy of their bias."""
+    It is not measured yet whether windows gain as much; torch's kernels are also given a copy of their bias."""
     small = max(problem.q_len, problem.kv_len) <= 64 and problem.q_len > 1
     plain = not problem.dropout_p and problem.heads == problem.kv_heads
     shared = problem.mask_rows == 1 or 0 < problem.windows < problem.batch

@@ -1,6 +1,6 @@
 """Zeros behind the last sequence, where torch's packed attention leaves memory as it was: in its output and in its gradients.
 
-A call that nobody observes writes them in place, by a kernel that returns where tokens are real. `where` reads and writes every token: of query, key,
+A call that no transformation observes writes them in place, by a kernel that returns where tokens are real. `where` reads and writes every token: of query, key,
 value and output of 129,000 tokens, 12 heads and D = 128 that took 2.1 ms beside 0.9 ms of attention (H100).
 """
 
@@ -51,7 +51,7 @@ class Behind(NamedTuple):
 
 
 def behind(offsets: Tensor, *tensors: Tensor) -> Behind:
-    """How to clear the tensors of a call: in place if nobody observes it and Triton is there."""
+    """How to clear the tensors of a call: in place if no transformation observes it and Triton is there."""
     runs = has_package("triton") and (offsets.device.type == "cuda" or interpreting_triton())
     return Behind(offsets, runs and eager(offsets, *tensors))
 

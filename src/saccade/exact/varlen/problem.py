@@ -251,9 +251,9 @@ def _mapped(tensor: Tensor) -> bool:
 
 
 def checked_offsets(name: str, offsets: Tensor, tokens: int, longest: int) -> Tensor:
-    """`offsets` as contiguous int32, their values checked where reading them waits for nobody, or where SACCADE_CHECK_LENGTHS=1 asks for it.
+    """`offsets` as contiguous int32, their values checked if they can be read without waiting for a device, or if SACCADE_CHECK_LENGTHS=1 asks for it.
 
-    A value that nobody checked never causes a read outside of the tensors: kernels clamp it.
+    An unchecked value never causes a read outside of the tensors: kernels clamp it.
     """
     if not torch.compiler.is_compiling() and values_known(offsets) and (offsets.device.type == "cpu" or check_lengths()):
         _check_values(name, offsets, tokens, longest)

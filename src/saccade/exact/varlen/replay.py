@@ -38,7 +38,7 @@ def replayed(call: tuple) -> Tensor | None:
 
 
 def begin(prepared: Prepared, call: tuple, args: VarlenArgs) -> Recorder | None:
-    """A recorder for a call of which C++ is to be told: until it could replay one of the kind, as a batch may be too large."""
+    """A recorder for a call that C++ shall replay: as long as it cannot replay the kind, since a batch may have been too large."""
     chosen = prepared.backend
     replays = chosen.replays and not prepared.problem.return_lse
     given = all(any(x is offsets for x in call) for offsets in (args.cu_seqlens_q, args.cu_seqlens_k))

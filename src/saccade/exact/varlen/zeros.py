@@ -1,4 +1,4 @@
-"""The kernel of `behind`: zeros in the rows behind the last sequence. It imports Triton, so whoever launches it imports it late."""
+"""The kernel of `behind`: zeros in the rows behind the last sequence. It imports Triton, so its launcher imports this module late."""
 
 import triton
 import triton.language as tl

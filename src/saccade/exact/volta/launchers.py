@@ -239,7 +239,7 @@ def _defines(
 
 
 def _mask_kind(mask: Tensor | None) -> int:
-    """The macro MASK, as `cuda/visible.cuh` has it."""
+    """The macro MASK of `cuda/visible.cuh`."""
     return 0 if mask is None else 1 if mask.dtype == torch.bool else 2 if mask.dtype == torch.float16 else 3
 
 

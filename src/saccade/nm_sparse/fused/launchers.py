@@ -215,7 +215,7 @@ def visible_keys(args: NMSparseArgs) -> int:
 
 def _maps(args: NMSparseArgs, config: Sm90Config, seen: int) -> dict[str, TensorMap]:
     tail = rows_map(args.key, seen, 2)
-    # four keys form a dimension, of which half is copied at a time; there is no map for fewer than four keys
+    # four keys form a dimension, and half of it is copied at a time; there is no map for fewer than four keys
     keys = _fours(args.key, seen // 4, config.block_kv // 4) if seen >= 4 else tail
     query, value = rows_map(args.query, args.query.shape[2], 64), rows_map(args.value, seen, config.block_kv)
     return {"query_map": query, "key_map": keys, "tail_map": tail, "value_map": value}

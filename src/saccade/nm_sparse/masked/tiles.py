@@ -72,7 +72,7 @@ def scores_of(q, k, bias, bias_strides, where, inside, scale, HAS_BIAS: tl.const
 def select(scores, N: tl.constexpr, P: tl.constexpr):
     """The scores that are kept, bool: of each P consecutive ones the N largest above -inf, ties to the lower index, NaN the largest.
 
-    This takes N rounds, each of which chooses the first of the largest remaining scores.
+    This takes N rounds. Each chooses the first of the largest remaining scores.
     """
     BLOCK_Q: tl.constexpr = scores.shape[0]
     GROUPS: tl.constexpr = scores.shape[1] // P

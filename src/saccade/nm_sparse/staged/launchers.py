@@ -51,7 +51,7 @@ def scores(
     cols: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(values `[B, H, rows, cols / 2]`, metadata int16) of pruned scores; mask as in `attention`, broadcastable to `[B, H, Tq, Tk]`;
-    block_mask of four dims, of which B and H broadcast."""
+    block_mask of four dims; B and H broadcast."""
     batch, heads = query.shape[:2]
     values = torch.empty(batch, heads, rows, cols // 2, dtype=query.dtype, device=query.device)
     metadata = torch.empty(batch, heads, rows, cols * query.element_size() // 32, dtype=torch.int16, device=query.device)

@@ -92,7 +92,7 @@ def judge_selection(case: NMSparseCase, inputs: Inputs, kept: Tensor) -> Result:
 
 
 def judge_selections(case: NMSparseCase, inputs: Inputs, kept: Tensor) -> list[Result]:
-    """The same of each of the calls in `case`."""
+    """`judge_selection` for each of the calls in `case`."""
     keep, group = parse_pattern(case.pattern)
     exact, bound = _scores(case, inputs.to(torch.float64)), _score_bound(case, inputs)
     seen = (exact > -math.inf) | exact.isnan()

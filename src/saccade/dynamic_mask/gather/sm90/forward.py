@@ -23,7 +23,7 @@ from saccade.nvrtc.tensor_map import AnyRows
 FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
 MAX_GROUP = 64  # heads of a key head: a block has the rows of at least one query
 _BLOCK_N = 64
-_GATHER_WARPS = 4  # as gather.cuh has it
+_GATHER_WARPS = 4  # the value in gather.cuh
 
 
 @dataclass(frozen=True)
