@@ -35,6 +35,8 @@ SHAPES = (
     "sm90.py", "token_launches.py", "tokens_sm90.py",
 )  # fmt: skip
 _WHOLE = ("exact/cpu.py", "encoders/*", "distributed/*")  # no kernels: every file counts
+# files that only those rows of `encoders` run which begin with strings
+_STRINGS, _OF_STRINGS = "from strings", {"pipeline.py", "prefix.py", "strings.py", "together.py", "tokens.py"}
 # table, by the longest beginning that fits -> the code whose speed or accuracy it measures, below src/saccade
 MEASURED: dict[str, tuple[str, ...]] = {
     "short": (_SHORT,),
@@ -130,7 +132,7 @@ def older_rows(path: Path) -> list[dict[str, str]]:
     return _older(path, rows, changed)
 
 
-# of rows: their commit, whether they measure launches alone, and the problem in tables whose problems are launched for comparison
+# of rows: their commit, whether they measure launches alone, and the problem in tables whose problems are launched for comparison, or `_STRINGS`
 Kind = tuple[str, bool, str]
 
 
@@ -146,7 +148,11 @@ def _judged(path: Path) -> tuple[list[dict[str, str]], dict[Kind, set[str]], str
         return rows, {}, f"this checkout has no commit {missing[0]}"
     now = {name: blob for name, blob in _tree("HEAD").items() if is_measured(name, patterns_of(path.stem), blob)}
     kinds = {_kind(path, row) for row in rows}
-    return rows, {kind: {name for name, blob in now.items() if not _is_in(name, blob, *kind)} for kind in kinds}, ""
+    changed = {
+        kind: {name for name, blob in now.items() if _is_run(path.stem, kind, name) and not _is_in(name, blob, *kind)}
+        for kind in kinds
+    }
+    return rows, changed, ""
 
 
 def _older(path: Path, rows: list[dict[str, str]], changed: dict[Kind, set[str]]) -> list[dict[str, str]]:
@@ -154,7 +160,15 @@ def _older(path: Path, rows: list[dict[str, str]], changed: dict[Kind, set[str]]
 
 
 def _kind(path: Path, row: Mapping[str, str]) -> Kind:
-    return row["commit"], is_by_launches(path.stem, row), row.get("problem", "") if path.stem in BY_LAUNCHES else ""
+    problem = row.get("problem", "")
+    if path.stem not in BY_LAUNCHES:
+        problem = _STRINGS if path.stem == "encoders" and _STRINGS in problem else ""
+    return row["commit"], is_by_launches(path.stem, row), problem
+
+
+def _is_run(table: str, kind: Kind, name: str) -> bool:
+    """Whether rows of a kind run a file."""
+    return table != "encoders" or kind[2] == _STRINGS or Path(name).name not in _OF_STRINGS
 
 
 def is_by_launches(table: str, row: Mapping[str, str]) -> bool:

@@ -23,12 +23,10 @@ from saccade.exact.short.choice import takes_sm90
 from saccade.nvrtc import toolchain
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-TABLES = ("h100/short_auto", "h200/short_sizes", "h200/short_long", "h200/short_auto")
-# rows of kernels that were mended since: eight warps compute the one now, and one warp with 16 queries at a time the other
-MENDED = {"h200/short_auto": ("Tq=128 Tk=128 D=32 bf16 bias[1024x1x1x128]",), "h100/short_auto": ("bias[1024x8x49x49]",)}
+TABLES = ("h200/short_sizes", "h200/short_long", "h200/short_auto")
 # tables that were measured since the rules of `long` changed last, so that "auto" is `long` wherever these take it. Tables do not time `long` by
 # its name up to 128 tokens.
-KNOWN = ("h100/short_auto",)
+KNOWN = ("h200/short_auto",)
 # milliseconds from which host time hides behind a call, so that a row holds for eager and captured calls
 DEVICE_TIME = {"fwd": 0.05, "fwd+bwd": 0.3}
 COLUMNS = ("table", "way", "direction", "problem", "cuda", *TIMED, "order")
@@ -57,12 +55,7 @@ def rows(table: str) -> Iterator[Row]:
     found: dict[tuple[str, str, str], dict[str, Timing]] = {}
     with open(RESULTS / f"{table}.csv", newline="", encoding="utf-8") as handle:
         for r in csv.DictReader(handle):
-            if (
-                r["backend"] in (*TIMED, "auto")
-                and r["direction"] in DEVICE_TIME
-                and r["ms_p50"]
-                and not mended(table, r["problem"])
-            ):
+            if r["backend"] in (*TIMED, "auto") and r["direction"] in DEVICE_TIME and r["ms_p50"]:
                 times = found.setdefault((r["problem"], r["note"], r["direction"]), {})
                 times[r["backend"]] = Timing(*(float(r[f"ms_{p}"]) for p in ("p50", "p20", "p80")))
     for (problem, note, direction), times in found.items():
@@ -79,15 +72,9 @@ def auto_is_long(text: str, direction: str) -> bool:
     """Whether `auto` takes `long` by the rules of its own."""
     problem = described(text, direction)
     shortest = min(problem.q_len, problem.kv_len)
-    # when these tables were measured it took no bias
-    if shortest < SHORTEST or problem.mask == "bias" or LONG.why_not(problem) or host_time(problem):
+    if shortest < SHORTEST or LONG.why_not(problem) or host_time(problem):
         return False
     return not unmeasured_rule(problem).against
-
-
-def mended(table: str, problem: str) -> bool:
-    """Whether a row is of a kernel that was changed since."""
-    return any(words in problem for words in MENDED.get(table, ()))
 
 
 def slower(times: dict[str, Timing], name: str, other: str) -> bool:

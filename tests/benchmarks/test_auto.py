@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.choices import mended
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # of torch's speed; rows repeat within about 5 %
 NOISE = 0.95
@@ -27,14 +25,9 @@ def table():
     return short_auto
 
 
-@pytest.fixture(scope="module", params=["h100", "h200"])
-def gpu(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def times(gpu):
-    with open(BENCHMARKS / "results" / gpu / "short_auto.csv", newline="") as handle:
+def times():
+    with open(BENCHMARKS / "results" / "h200" / "short_auto.csv", newline="") as handle:
         return {(r["problem"], r["note"], r["direction"], r["backend"]): float(r["ms_p50"]) for r in csv.DictReader(handle)}
 
 
@@ -52,10 +45,10 @@ def measured(table, ratios):
                 yield case, row, direction, table.described(case, direction != "fwd")
 
 
-def test_auto_takes_short_only_where_it_was_not_slower(table, gpu, ratios):
+def test_auto_takes_short_only_where_it_was_not_slower(table, ratios):
     slower, taken = [], 0
     for case, row, direction, problem in measured(table, ratios):
-        if table.SHORT.prefers(problem) and not mended(f"{gpu}/short_auto", row[0]):
+        if table.SHORT.prefers(problem):
             taken += 1
             if ratios[*row, direction, "short"] < NOISE:
                 slower.append(f"{ratios[*row, direction, 'short']:.2f} {direction} {row[0]} {case.feature}")
@@ -63,18 +56,17 @@ def test_auto_takes_short_only_where_it_was_not_slower(table, gpu, ratios):
     assert taken > 40
 
 
-# a row of the H200 whose rounds differ by a quarter and more (0.45 ms; its best round reaches 0.95 of torch's best), and one query on grouped heads,
-# 0.73 to 1.00 on both GPUs: the way from C++ takes 2 us of a call of 19, and more on a slow host
-KNOWN = {"h200": ("bias[1x8x49x49]", "Hkv=2 Tq=1 Tk=50", "Hkv=2 Tq=1 Tk=128"), "h100": ("Hkv=2 Tq=1 Tk=50", "Hkv=2 Tq=1 Tk=128")}
+# one query on grouped heads, 0.73 to 1.00: the way from C++ takes 2 us of a call of 19, and more on a slow host
+KNOWN = ("Hkv=2 Tq=1 Tk=50", "Hkv=2 Tq=1 Tk=128")
 
 
-def test_what_is_left_to_torch_costs_what_torch_does(table, gpu, times, ratios):
+def test_what_is_left_to_torch_costs_what_torch_does(table, times, ratios):
     """torch's function takes 2 us more of host time when called from C++ than when called directly, which shows in calls of 20 to
     40 us."""
     sdpa = {key[:3]: time for key, time in times.items() if key[3] == "sdpa"}
     slower, seen = [], 0
     for case, row, direction, problem in measured(table, ratios):
-        if not table.SHORT.prefers(problem) and not any(known in row[0] for known in KNOWN[gpu]):
+        if not table.SHORT.prefers(problem) and not any(known in row[0] for known in KNOWN):
             seen += 1
             least = NOISE if sdpa[*row, direction] >= 0.3 else 0.9
             if ratios[*row, direction, "auto"] < least:

@@ -132,14 +132,14 @@ def test_a_model_that_sees_padding_is_stock(caplog):
 
 def test_a_model_that_reads_on_the_host_is_stock(caplog):
     ours, theirs = pair("t5")
-    for model in (ours, theirs):
-        stock = model.encoder.forward
 
-        def reading(*args, stock=stock, **kwargs):
+    class Reading(type(ours.encoder)):
+        def forward(self, *args, **kwargs):
             kwargs["input_ids"].sum().item()
-            return stock(*args, **kwargs)
+            return super().forward(*args, **kwargs)
 
-        model.encoder.forward = reading
+    for model in (ours, theirs):
+        model.encoder.__class__ = Reading
     handle = saccade.optimize(ours)
     batch = batch_of(ours, (5, 9))
     with torch.no_grad():

@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from saccade.encoders.prefix import first_words, is_certain
+from saccade.encoders.together import Together, flat, together
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -66,6 +67,15 @@ def slices(count: int) -> Iterator[slice]:
         first, size = first + size, min(2 * size, _MOST)
 
 
+class Encoded(NamedTuple):
+    """The encodings of texts. short: what `Rust.cut` leaves of the texts. joined: they are those of `together`."""
+
+    texts: list[Any]
+    short: list[Any]
+    encodings: list[Any]
+    joined: bool
+
+
 class Rust(NamedTuple):
     """A copy of a Rust tokenizer that never pads, cuts at `limit` tokens (None for nowhere), and is changed by nobody."""
 
@@ -73,6 +83,7 @@ class Rust(NamedTuple):
     limit: int | None
     certain: bool  # whether the first words of a text are enough
     typed: bool  # whether a single text has other token types than 0
+    together: Together | None = None  # how many texts are taken as one
 
     def cut(self, texts: list[Any]) -> list[Any]:
         """The texts without what lies far beyond the limit."""
@@ -91,6 +102,39 @@ class Rust(NamedTuple):
             for i, whole in zip(again, self.tokenizer.encode_batch_fast([texts[i] for i in again]), strict=True):
                 found[i] = whole
         return found
+
+    def encoded(self, texts: list[Any], short: list[Any]) -> Encoded:
+        """The encodings of texts, joined where that gives the same ids."""
+        if self.together is not None and not self.typed and isinstance(texts[0], str):
+            return Encoded(texts, short, self.together.encode(short), True)
+        return Encoded(texts, short, self.encode(texts, short), False)
+
+    def arrays(self, some: Encoded, typed: bool) -> tuple[Any, Any, Any]:
+        """(ids, lengths, types) of texts. typed: types are wanted."""
+        if not some.joined or self.together is None:
+            return _arrays(some.encodings, typed)
+
+        def alone(group: range) -> list[list[int]]:
+            texts, short = ([x[i] for i in group] for x in (some.texts, some.short))
+            return [x.ids for x in self.encode(texts, short)]
+
+        ids, lengths = self.together.read(some.encodings, len(some.texts), alone)
+        return *self._longer(some, ids, lengths), None
+
+    def _longer(self, some: Encoded, ids: Any, lengths: Any) -> tuple[Any, Any]:
+        """The ids and lengths with those of whole texts, where the first words of a text gave fewer tokens than the limit."""
+        import numpy as np
+
+        if some.short is some.texts:
+            return ids, lengths
+        pairs = zip(some.short, some.texts, lengths.tolist(), strict=True)
+        again = [i for i, (x, y, n) in enumerate(pairs) if x is not y and n < (self.limit or 0)]
+        if not again:
+            return ids, lengths
+        parts = np.split(ids, np.cumsum(lengths)[:-1])
+        for i, whole in zip(again, self.tokenizer.encode_batch_fast([some.texts[i] for i in again]), strict=True):
+            parts[i] = np.array(whole.ids, np.int64)
+        return np.concatenate(parts), np.fromiter(map(len, parts), np.int64, len(parts))
 
 
 class Tokens:
@@ -124,10 +168,12 @@ class Tokens:
         # below the number of special tokens the Rust code cuts nothing
         room = limit is not None and limit > found.num_special_tokens_to_add(False)
         certain = room and user.truncation_side == "right" and is_certain(found)
+        found.encode_special_tokens = bool(getattr(user, "split_special_tokens", False))
+        cuts_right = limit is None or (room and user.truncation_side == "right")
+        as_one = together(copy.deepcopy(found), limit) if cuts_right else None
         if limit is not None:
             found.enable_truncation(max_length=limit, stride=0, strategy="longest_first", direction=user.truncation_side)
-        found.encode_special_tokens = bool(getattr(user, "split_special_tokens", False))
-        return Rust(found, limit, certain, typed)
+        return Rust(found, limit, certain, typed, as_one)
 
     def chunks(self, rust: Rust, texts: list[Any], order: Any, before: str) -> Generator[Chunk, None, None]:
         """The tokens of texts, in an order of them. before: a prompt.
@@ -143,17 +189,18 @@ class Tokens:
                     found = [before + x if isinstance(x, str) else (before + x[0], *x[1:]) for x in found]
                 yield found, rust.cut(found)
 
-        def encode(pair: tuple[list[Any], list[Any]]) -> list[Any]:
-            return rust.encode(*pair)
+        def encode(pair: tuple[list[Any], list[Any]]) -> Encoded:
+            return rust.encoded(*pair)
 
         encodings = map(encode, given()) if len(places) == 1 else ahead(encode, given())
         with closing(encodings) if isinstance(encodings, Generator) else nullcontext():
             typed = self.types and (rust.typed or not isinstance(texts[0], str))
             for found, some in zip(encodings, places, strict=True):
-                yield Chunk(*_arrays(found, some, typed))
+                ids, counts, kinds = rust.arrays(found, typed)
+                yield Chunk(ids, counts, some, kinds)
 
 
-def _arrays(encodings: list[Any], places: Any, typed: bool) -> tuple[Any, Any, Any, Any]:
+def _arrays(encodings: list[Any], typed: bool) -> tuple[Any, Any, Any]:
     """The arrays of a chunk. After some encodings the interpreter is lent to a thread that waits for it, so that the Rust code has work."""
     import numpy as np
 
@@ -167,15 +214,7 @@ def _arrays(encodings: list[Any], places: Any, typed: bool) -> tuple[Any, Any, A
         del some
         time.sleep(0)
     ids, lengths, types = zip(*parts, strict=True)
-    return np.concatenate(ids), np.concatenate(lengths), places, np.concatenate(types) if typed else None
-
-
-def flat(lists: list[Any]) -> tuple[Any, Any]:
-    """(the numbers of all lists in one array, the length of each)."""
-    import numpy as np
-
-    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-    return np.fromiter(chain.from_iterable(lists), np.int64, int(lengths.sum())), lengths
+    return np.concatenate(ids), np.concatenate(lengths), np.concatenate(types) if typed else None
 
 
 def given(lists: list[Any], order: Any) -> Generator[Chunk, None, None]:

@@ -61,7 +61,7 @@ def _prefers(problem: Problem) -> bool:
 def _rule(problem: Problem) -> Rule:
     """Why these kernels are chosen, or torch's function instead of them.
 
-    Follows short_models.csv and short_auto.csv in benchmarks/results/h100; a test compares the latter with this function.
+    Follows h100/short_models.csv and h200/short_auto.csv in benchmarks/results; a test compares the latter with this function.
     """
     if problem.device_type != "cuda":
         return Rule("the interpreter is for tests")
