@@ -29,7 +29,7 @@ def print_config() -> bool:
 
 
 def cache_folder() -> Path:
-    """The requested folder, or our part of the user's cache folder, or one of this user among temporary files where there is no home."""
+    """The requested folder, or our part of the user's cache folder, or one of this user among temporary files if there is no home."""
     given = os.environ.get("SACCADE_CACHE_DIR", "")
     try:
         return (Path(given) if given else _user_cache()).expanduser()
@@ -48,7 +48,7 @@ def cache_folder() -> Path:
 
 
 def _user_cache() -> Path:
-    """As platformdirs finds it, which may raise RuntimeError where this user has no home."""
+    """As platformdirs finds it, which may raise RuntimeError if this user has no home."""
     try:
         import platformdirs
     except ModuleNotFoundError:
@@ -68,7 +68,7 @@ def disabled() -> bool:
 
 
 def check_lengths() -> bool:
-    """Whether the values of cu_seqlens are read and checked where that waits for a device."""
+    """Whether the values of cu_seqlens are read and checked even if that waits for a device."""
     return os.environ.get("SACCADE_CHECK_LENGTHS", "0") == "1"
 
 

@@ -1,4 +1,4 @@
-"""Another project on the package index is called `saccade`, and so is its module: says so where both are installed."""
+"""Another project on the package index is called `saccade`, and so is its module: says so if both are installed."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _check(tally: Tally, job: Job, device: torch.device) -> None:
         # torch draws its own random numbers, so there is nothing to compare with
         tally.declined += 1
         return
-    # without the log-sum-exp where a backend has none
+    # without the log-sum-exp if a backend has none
     for lse in (True, False):
         try:
             results = job.run(job.case, DTYPES[job.dtype], device, job.backend.name, lse=lse)

@@ -202,7 +202,7 @@ def _on_shards(query, key, value, key_scores, lengths, document_ids, cu_seqlens,
 
 
 def _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared: Prepared):
-    """(out, lse, faulty) from a backend that selects and attends in one call; None where it has no such call or it does not
+    """(out, lse, faulty) from a backend that selects and attends in one call; None if it has no such call or it does not
     compile."""
     problem, backend = prepared.problem, prepared.op_name
     options = CausalOptions(problem.add_scores, problem.keep, problem.scale, backend)

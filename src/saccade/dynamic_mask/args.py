@@ -58,7 +58,7 @@ class CausalCall(Protocol):
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
         key_scores: Tensor | None, intervals: Tensor, /,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:  # fmt: skip
-        """(dq, dk, dv, dscores) of eager tensors; None where the family's `backward` has to compute them."""
+        """(dq, dk, dv, dscores) of eager tensors; None if the family's `backward` has to compute them."""
         ...
 
 
@@ -68,7 +68,7 @@ class DynamicMaskLaunchers(NamedTuple):
 
     forward:   `(query, key, value, key_scores | None, start, stop, max_new_keys, scale) -> (out, lse)`
     backward:  `(dout, dlse | None, out, lse, *the arguments of forward) -> (dq, dk, dv, dscores)`; dk and dv may share memory
-    intervals: `(key_scores, keep, lengths | None) -> (start, stop) | None`, the causal intervals, None where it cannot; optional.
+    intervals: `(key_scores, keep, lengths | None) -> (start, stop) | None`, the causal intervals, None if it cannot; optional.
     watched:   the same with a third result: a function, to be called once, that says whether any score was not finite.
     causal:    `(query, key, value, keep, adds_scores, scale, launches) -> call | None`; launches: what is remembered of calls
                that differ from this one only in their data.

@@ -50,7 +50,7 @@ def intervals(
     key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None,
     sinks: int = 0, window: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`selection.intervals`, called through the op where the call is traced or otherwise observed."""
+    """`selection.intervals`, called through the op if the call is traced or otherwise observed."""
     key_scores = key_scores.detach()
     if eager(key_scores, lengths, document_ids) and not key_scores.is_meta:
         return selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, causal_intervals, sinks, window)
@@ -85,7 +85,7 @@ def watched_intervals(
 
 
 def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`selection.causal_intervals`, computed by our kernels where they can."""
+    """`selection.causal_intervals`, computed by our kernels if they can."""
     family = _ranks(key_scores)
     if family is not None:
         by_rank = key_scores if document_ids is None else selection.ranked_by_document(key_scores, document_ids)
@@ -97,7 +97,7 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None, docu
 
 
 def _ranked(family: str, entry: str, *call: Any) -> Any:
-    """The result of an entry point of a family's selection; None where it cannot run, or does not compile."""
+    """The result of an entry point of a family's selection; None if it cannot run, or does not compile."""
     what = ("dynamic_mask_attention", "selection", family)
     if failure_of(what):
         return None
@@ -111,7 +111,7 @@ def _ranked(family: str, entry: str, *call: Any) -> Any:
 
 
 def _ranks(key_scores: Tensor) -> str | None:
-    """The family that selects on the device of the scores; None where plain torch does."""
+    """The family that selects on the device of the scores; None if plain torch does."""
     if is_disabled():
         return None
     if key_scores.is_cuda:

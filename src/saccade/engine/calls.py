@@ -23,7 +23,7 @@ def gradient_needed(*tensors: Tensor | None) -> bool:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, cast to the dtype of autocast where it is enabled."""
+    """The tensors, cast to the dtype of autocast if it is enabled."""
     first = tensors[0]
     if not isinstance(first, Tensor) or not _autocasts(first.device.type):
         return tensors

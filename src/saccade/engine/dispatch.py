@@ -90,7 +90,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(candidates: tuple[Backend, ...], problem: Any) -> list[Verdict]:
-    """A verdict on each backend, in the order in which `auto` tries them; none is chosen where no backend can run."""
+    """A verdict on each backend, in the order in which `auto` tries them; none is chosen if no backend can run."""
     plan = _plan(candidates, problem)
     return [_chosen(plan) if plan is not None and b is plan.backend else _verdict(b, problem) for b in candidates]
 

@@ -18,7 +18,7 @@ from saccade.errors import UnsupportedProblem
 
 
 def applied(function: type[torch.autograd.Function], problem: Any, backend: str, *args: Any) -> Any:
-    """`function.apply(*args)`. problem, backend: what is said where that is refused.
+    """`function.apply(*args)`. problem, backend: for the message if that is refused.
 
     Raises:
         UnsupportedProblem: a transform of torch.func is active, or an argument has a tangent of forward-mode AD.

@@ -49,7 +49,7 @@ def _is_time_first(tensor: Tensor) -> bool:
 
 
 def _known(condition: bool | torch.SymBool) -> bool:
-    """A condition; False where a trace does not know it, as of sizes that depend on data."""
+    """A condition; False if a trace does not know it, as of sizes that depend on data."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # its import takes 0.7 s

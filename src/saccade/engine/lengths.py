@@ -14,7 +14,7 @@ from saccade.engine.arguments import check_length_values
 from saccade.engine.calls import values_known
 
 _MAX_TENSORS = 64
-# keyed by identity, oldest first: the tensor, its version when it was checked (None where it has none), and for what
+# keyed by identity, oldest first: the tensor, its version when it was checked (None if it has none), and for what
 _CHECKED: dict[int, tuple[weakref.ref[Tensor], int | None, Hashable]] = {}
 
 

@@ -27,7 +27,7 @@ _MAX_PREPARED = 4096
 class Prepared:
     """A described call and the backend that runs it, as its plan says.
 
-    op_name: the backend as ops name it, with "auto:" before its name where another may take its place.
+    op_name: the backend as ops name it, with "auto:" before its name if another may take its place.
     recorded: the kinds of the call whose launches C++ knows (`saccade.native`). refused: C++ cannot replay them.
     launches: what the launchers of the backend have worked out for calls of this signature. Each entry is keyed by whatever else
         it depends on (the alignment of addresses, the layout of an incoming gradient).

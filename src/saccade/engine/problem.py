@@ -63,11 +63,11 @@ class Problem:
     # W, if tensors are `[images, W, H, T, D]`: batch rows are then images times W windows, and a bias `[W, H, Tq, Tk]` is that of
     # the windows in every image
     windows: int = 0
-    # of keys around each query; None where it hides nothing
+    # of keys around each query; None if it hides nothing
     window: Window | None = None
-    # False where the call is compiled, captured or replayed by C++
+    # False if the call is compiled, captured or replayed by C++
     host_counts: bool = True
-    # False where the call is compiled or captured; for kernels that C++ cannot launch
+    # False if the call is compiled or captured; for kernels that C++ cannot launch
     python_counts: bool = True
 
     @property

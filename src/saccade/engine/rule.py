@@ -51,7 +51,7 @@ def square(length: int, head_dim: int, problems: int, features: str = "") -> Row
 
 
 class Rule(NamedTuple):
-    """Why `auto` takes a backend or, if `against`, why not. source: None where nothing of it lies in a committed file."""
+    """Why `auto` takes a backend or, if `against`, why not. source: None if nothing of it lies in a committed file."""
 
     said: str
     source: Source | None = None

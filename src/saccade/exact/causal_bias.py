@@ -18,7 +18,7 @@ def is_causal_bias(mask: Any) -> bool:
 
 
 def unbiased(bias: Any, device: torch.device) -> tuple[Tensor | None, bool]:
-    """(attn_mask, is_causal) of the same meaning; a mask is formed where the diagonal ends at the last key and the lengths differ."""
+    """(attn_mask, is_causal) of the same meaning; a mask is formed if the diagonal ends at the last key and the lengths differ."""
     if bias.variant.name == "UPPER_LEFT" or bias.seq_len_q == bias.seq_len_kv:
         return None, True
     visible = torch.ones(bias.seq_len_q, bias.seq_len_kv, dtype=torch.bool, device=device)

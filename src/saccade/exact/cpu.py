@@ -20,7 +20,7 @@ def on_a_cpu(
     scale: float | None,
     lengths: Tensor | None,
 ) -> Tensor | None:
-    """The result of torch's function where `auto` would choose it and its meaning is ours; None for a call that needs a closer
+    """The result of torch's function if `auto` would choose it and its meaning is ours; None for a call that needs a closer
     look."""
     try:
         # torch accepts values of another length than the keys, and a mask together with is_causal; we do not

@@ -158,7 +158,7 @@ def by_window(problem: Problem, tensor: Tensor) -> Tensor:
 
 
 def must_broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Whether batch, rank or heads differ in a way that torch broadcasts. False where they cannot be: `describe_attention` says
+    """Whether batch, rank or heads differ in a way that torch broadcasts. False if they cannot be: `describe_attention` says
     why."""
     if not all(isinstance(x, Tensor) and x.dim() >= 2 for x in (query, key, value)):
         return False
@@ -169,7 +169,7 @@ def must_broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
 
 
 def broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Views with the same rank, batch and number of heads (or heads per group). Only valid where `must_broadcast` is true."""
+    """Views with the same rank, batch and number of heads (or heads per group). Only valid if `must_broadcast` is true."""
     wanted = _broadcast_shapes(query, key, value, enable_gqa) or ()
     query, key, value = (x.expand(*shape, *x.shape[-2:]) for x, shape in zip((query, key, value), wanted, strict=True))
     return query, key, value

@@ -370,7 +370,7 @@ def _takes_as_it_is(args: AttentionArgs) -> bool:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a dense copy where it, or a row, head or batch row of it, does not start on 16 bytes."""
+    """The tensor, or a dense copy if it, or a row, head or batch row of it, does not start on 16 bytes."""
     width = tensor.element_size()
     strides = [stride for stride, extent in zip(tensor.stride()[:-1], tensor.shape, strict=False) if extent > 1]
     # compiled code copies misaligned inputs by itself, and torch 2.11 does not trace the offset

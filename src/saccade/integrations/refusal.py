@@ -22,7 +22,7 @@ from saccade.hardware import package_version
 _logger = logging.getLogger("saccade")
 
 _METHOD = "get_correct_attn_implementation"
-# where the wrapper keeps the names that it refuses: other copies of this package in the process add theirs to the same set
+# the attribute in which the wrapper keeps the names that it refuses: other copies of this package in the process add theirs to the same set
 _NAMES = "_saccade_refused_names"
 # the same for those of them that mean exact attention
 _EXACT = "_saccade_exact_names"

@@ -69,7 +69,7 @@ def _runs_a_kernel(query: tuple[int, ...], key: tuple[int, ...], dtype: torch.dt
 
 
 def register() -> None:
-    """Let TabPFN run `saccade.attention` where its kernels are the best choice: many small tables, whose rows and features are short
+    """Let TabPFN run `saccade.attention` if its kernels are the best choice: many small tables, whose rows and features are short
     sequences. Safe to call again; `unregister()` undoes it. Other calls stay with TabPFN's own choice.
 
     Raises:

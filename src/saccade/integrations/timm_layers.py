@@ -34,7 +34,7 @@ def _attend(
 def _windows(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """Attention in windows, each `[images * W, H, N, D]`, with `bias [H, N, N]`, and `mask [W, N, N]` where windows are shifted. A
+    """Attention in windows, each `[images * W, H, N, D]`, with `bias [H, N, N]`, and `mask [W, N, N]` if windows are shifted. A
     shifted call has a bias for each window, which `attention` takes once for all images; timm repeats it for each."""
     bias = bias.unsqueeze(0)
     if mask is not None:

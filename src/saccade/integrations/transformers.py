@@ -204,7 +204,7 @@ def attention_forward(
     backend: str = "auto",
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """`saccade.attention` in the protocol of transformers, and `saccade.attention_varlen` where sequences are packed into one row.
+    """`saccade.attention` in the protocol of transformers, and `saccade.attention_varlen` if sequences are packed into one row.
 
     Args:
         module: the layer. If the argument is_causal is None, its `is_causal` is used, or that of its config, or `is_decoder`.

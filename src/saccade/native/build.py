@@ -36,7 +36,7 @@ class Build:
         self._folder: kept.Workplace | None = None
 
     def poll(self) -> ModuleType | None:
-        """The module once it is compiled; None before that, and where it cannot be compiled."""
+        """The module once it is compiled; None before that, and if it cannot be compiled."""
         target = self._target
         if self.module is not None or self.refusal or target is None:
             return self.module

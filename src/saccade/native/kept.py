@@ -68,8 +68,8 @@ def keep(made: Path, target: Path, open_it: Open[Library]) -> Library:
 
 
 class Workplace:
-    """A private folder to compile in: among temporary files, or in the cache folder where there is no place for those. It is deleted by the process
-    that made it. Raises OSError where there is neither."""
+    """A private folder to compile in: among temporary files, or in the cache folder if there is no place for those. It is deleted by the process
+    that made it. Raises OSError if there is neither."""
 
     def __init__(self, cache: Path):
         try:

@@ -67,7 +67,7 @@ def kept_by_truncation(scores: Tensor, density: float) -> Tensor:
 
 
 def quality(scores: Tensor, kept: Tensor, p: float = 1.0) -> Tensor:
-    """`Q^p`, the mean over rows of `sum(kept A^p) / sum(A^p)` with `A = softmax(scores)` (Eq. 2); 1 where nothing is lost.
+    """`Q^p`, the mean over rows of `sum(kept A^p) / sum(A^p)` with `A = softmax(scores)` (Eq. 2); 1 if nothing is lost.
 
     Args:
         scores: `[.., Tq, Tk]`, -inf where invisible; rows without a visible key are skipped.

@@ -80,7 +80,7 @@ class NMWeights:
         return found
 
     def matmul(self, value: Tensor, enable_gqa: bool = False) -> Tensor:
-        """The product with `value`, on sparse tensor cores where available.
+        """The product with `value`, on sparse tensor cores if available.
 
         Args:
             value: `[B, Hkv, Tk, Dv]` of the same dtype.

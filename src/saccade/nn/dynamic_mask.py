@@ -145,7 +145,7 @@ class DynamicMaskAttention(Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _by_head(self, x: Tensor) -> Tensor:
-        """`[B, S, heads, D]` of a projection, of as many heads as it has: where heads are divided over GPUs, fewer than the module's."""
+        """`[B, S, heads, D]` of a projection, of as many heads as it has: fewer than the module's if heads are divided over GPUs."""
         return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim))
 
     def scores(self, values: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class Bound:
         self, *pointers: int, maps: Sequence[tuple] = (), grid: int = 0, follows: tuple[int, int, int] | None = None
     ) -> None:
         """Enqueue the kernel on torch's current stream of its device. The caller keeps the tensors alive until it is enqueued. maps: the arguments of
-        `tensor_map` for each. grid: blocks, where their number changes from call to call; it is then given at each. follows: for a recorder, how it
+        `tensor_map` for each. grid: blocks, if their number changes from call to call; it is then given at each. follows: for a recorder, how it
         follows from what changes (`Described`)."""
         if len(pointers) != self._count or len(maps) != self._maps:
             raise InvalidArgument(

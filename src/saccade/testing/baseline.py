@@ -93,7 +93,7 @@ class Baseline(NamedTuple):
 
     outputs: one or several forms of the baseline for each output, stacked; the larger error counts. Their dtypes are those of a right result.
     magnitude: the largest sum of absolute terms behind one of its numbers, float64 `[calls]`. likely: of each output an error that the baseline may
-    well have, and the root mean square of all, float64 `[2, calls]`; {} where only the baseline's own errors count.
+    well have, and the root mean square of all, float64 `[2, calls]`; {} if only the baseline's own errors count.
     """
 
     outputs: Outputs

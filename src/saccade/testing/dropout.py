@@ -11,7 +11,7 @@ from saccade.engine.philox import dropout_keep
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs
 
-Seeds = int | Sequence[int]  # of each call its own, where several are judged together
+Seeds = int | Sequence[int]  # of each call its own, if several are judged together
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

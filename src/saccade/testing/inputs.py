@@ -18,7 +18,7 @@ LAYOUTS = ("bthd", "bhtd", "tbhd", "packed", "expanded")
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of a call. `qkv` owns the memory of query, key and value where the case is packed; `bias` is a float32 or
+    """The tensors of a call. `qkv` owns the memory of query, key and value if the case is packed; `bias` is a float32 or
     working-dtype `attn_mask` with gradient; dout and dlse are the incoming gradients."""
 
     query: Tensor

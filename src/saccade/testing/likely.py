@@ -19,7 +19,7 @@ from saccade.testing.inputs import Inputs
 from saccade.testing.roundings import Roundings
 from saccade.testing.textbook import Forward, TextbookCall, gradients_of_scores, of_bias, of_calls, of_groups
 
-# root mean squares of a tensor's least certain number: where there are many numbers alike, the largest error is 0.7 to 1.0 of that
+# root mean squares of a tensor's least certain number: if there are many numbers alike, the largest error is 0.7 to 1.0 of that
 _LIKELY = 2.0
 # products that are added before a sum is rounded: in float16 by the tensor cores of Volta, and about so many by whatever adds in float32
 _ADDED = 4
@@ -97,7 +97,7 @@ def _square_of_bias(case: Case, bias: Tensor, terms: Tensor, weights: Tensor, of
 
 
 def _summed_up(case: Case, squares: Tensor) -> Tensor:
-    # where squares overflow, the baseline's own errors count alone: an infinite budget would allow anything
+    # if squares overflow, the baseline's own errors count alone: an infinite budget would allow anything
     each = of_calls(case, squares.double()).nan_to_num(0.0, posinf=0.0)
     if not each.numel():
         return torch.zeros(2, case.calls, dtype=torch.float64, device=each.device)

@@ -116,7 +116,7 @@ class DynamicMaskCache:
             scale: as in `dynamic_mask_attention`.
             enable_gqa: as in `dynamic_mask_attention`.
             add_scores: as in `dynamic_mask_attention`.
-            backend: "auto"; "decode" (at most 8 tokens without gradient; "auto" chooses it on a GPU where it can); or a backend
+            backend: "auto"; "decode" (at most 8 tokens without gradient; "auto" chooses it on a GPU if it can); or a backend
                 of `dynamic_mask_attention`, which then runs over the entries and new tokens together.
             padding_side: "right" or "left", the side of a row with the tokens that are not real.
             commit: False leaves the cache as it is. `commit` then takes in as many of these tokens as were accepted; any other
@@ -260,7 +260,7 @@ class DynamicMaskCache:
         self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None,
         scale: float | None, enable_gqa: bool, add_scores: bool, backend: str,
     ) -> Callable[..., tuple[Tensor, Tensor | None]] | None:  # fmt: skip
-        """The decode kernel planned for such a call; None where it cannot run it. Checked once per signature."""
+        """The decode kernel planned for such a call; None if it cannot run it. Checked once per signature."""
         tensors = (query, key, value, key_scores)
         # of the new tokens only the queries get a gradient
         needs_grad = gradient_needed(query)

@@ -77,7 +77,7 @@ def rolled(new: Tensor, by: Tensor) -> Tensor:
 
 
 def accepted_of(accepted: Tensor | int, batch: int, count: int, device: torch.device) -> Tensor:
-    """The number of accepted tokens of each row, checked where that does not wait."""
+    """The number of accepted tokens of each row, checked if that does not wait."""
     check_kinds(accepted=accepted)
     if not isinstance(accepted, Tensor):
         number = check_count("accepted", accepted, 0)

@@ -173,7 +173,7 @@ def _expire_kernel(
 
 
 def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-    """(start, stop), int32 `[B, Hkv, Tk]`; None where min(keep, Tk) exceeds MAX_KEEP."""
+    """(start, stop), int32 `[B, Hkv, Tk]`; None if min(keep, Tk) exceeds MAX_KEEP."""
     stop = causal_expiry(key_scores, keep, lengths)
     if stop is None:
         return None
@@ -181,7 +181,7 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = Non
 
 
 def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> Tensor | None:
-    """int32 `[B, Hkv, Tk]`, as `saccade.dynamic_mask.selection.intervals.causal_expiry` without documents; None where min(keep,
+    """int32 `[B, Hkv, Tk]`, as `saccade.dynamic_mask.selection.intervals.causal_expiry` without documents; None if min(keep,
     Tk) exceeds MAX_KEEP."""
     batch, heads, kv_len = key_scores.shape
     if min(keep, kv_len) > MAX_KEEP:

@@ -59,7 +59,7 @@ def writer(
 def cuda_shape(
     rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, device: torch.device
 ) -> lists_cuda.Shape | None:
-    """The description of the launch in CUDA C++; None where Triton makes the lists."""
+    """The description of the launch in CUDA C++; None if Triton makes the lists."""
     if device.type != "cuda" or obstacles(arch_of(device)):
         return None
     shape = lists_cuda.shape_of(rows, kv_len, q_len, block, max_new_keys, device)

@@ -79,7 +79,7 @@ def public_call(case: DynamicMaskCase, backend: str, lse: bool) -> Runner:
 
 
 def differentiate(run: Runner, inputs: DynamicMaskInputs, lse: bool) -> Outputs:
-    """out, lse, dq, dk, dv and dscores of a run (no dscores where scores only rank)."""
+    """out, lse, dq, dk, dv and dscores of a run (no dscores if scores only rank)."""
     leaves = inputs.leaves()
     out, log_sum = run(leaves)
     outputs: Outputs = {"out": out.detach()}

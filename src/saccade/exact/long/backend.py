@@ -1,4 +1,4 @@
-"""The kernels of sequences beyond 128 tokens as a backend of `attention`, for dense rows `[B, H, T, D]`; shorter ones where they are faster.
+"""The kernels of sequences beyond 128 tokens as a backend of `attention`, for dense rows `[B, H, T, D]`; shorter ones if they are faster.
 
 The family `ragged` runs the same kernels for packed sequences. With a bias the numbers of its rows, and its gradient, are those of `shared_bias`.
 """

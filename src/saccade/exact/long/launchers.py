@@ -63,7 +63,7 @@ def _backward_key(dout: Tensor, out: Tensor, lse: Tensor, packed: bool) -> tuple
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where the copy engine cannot address it: an odd address or stride, or a stride of 0."""
+    """The tensor, or a copy if the copy engine cannot address it: an odd address or stride, or a stride of 0."""
     return tensor if tensor.stride(-1) == 1 and sm90.movable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -93,7 +93,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 
 def _at_units(bias: Tensor | None) -> bool:
-    """Whether a bias, if there is one, begins where the copy engine can read."""
+    """Whether a bias, if there is one, begins at an address that the copy engine can read."""
     return bias is None or bias.data_ptr() % 16 == 0
 
 

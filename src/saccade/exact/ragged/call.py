@@ -155,7 +155,7 @@ class RaggedCall:
         return None if every is None else Bucket(tile, *every, small=small, any_size=self.any_size(tile > 0))
 
     def any_size(self, in_a_tile: bool) -> int:
-        """The most tokens of a sequence in any batch for which a recorded call is planned; 0 where it is planned for its own batch."""
+        """The most tokens of a sequence in any batch for which a recorded call is planned; 0 if it is planned for its own batch."""
         if not is_recorded():
             return 0
         # the map of a single token says nothing of the distance to the next

@@ -145,7 +145,7 @@ def _backward_tile(
 
 
 def _compiles(direction: str, args: VarlenArgs, launch: Callable[[], None]) -> bool:
-    """Run a kernel of sm90; False where it does not compile here, so that Triton's takes its place."""
+    """Run a kernel of sm90; False if it does not compile here, so that Triton's takes its place."""
     try:
         launch()
     except FAILURES as error:

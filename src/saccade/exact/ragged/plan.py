@@ -150,7 +150,7 @@ _NUMBERS: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 def every_sequence(offsets: Tensor, sequences: int) -> tuple[Tensor, Tensor] | None:
-    """A list of all sequences of a batch and their number, as a plan has them, without a look at the lengths; None where it cannot be had."""
+    """A list of all sequences of a batch and their number, as a plan has them, without a look at the lengths; None if it cannot be had."""
     if sequences > MOST_AT_ONCE:
         return None
     found = _NUMBERS.get(offsets.device)

@@ -109,7 +109,7 @@ def backward(
     args: VarlenArgs, tile: int, members: Tensor, count: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor], config: Sm80Config | None = None,
 ) -> bool:  # fmt: skip
-    """Run the bucket; False where the kernel does not compile here, so that Triton's takes its place."""
+    """Run the bucket; False if the kernel does not compile here, so that Triton's takes its place."""
     query, key, value = args.query, args.key, args.value
     try:
         launch = _launch(tile, args, (query, key, value, dout, out, *gradients), dlse is not None, config)

@@ -140,7 +140,7 @@ def _launch(call: RaggedCall, direction: str, tensors: tuple[Tensor, ...], dlse:
 def _run(
     call: RaggedCall, direction: str, strided: tuple[Tensor, ...], pointers: tuple[Tensor, ...], bits: Tensor | None, words: int, dlse: bool
 ) -> bool:  # fmt: skip
-    """Whether the kernel ran; False where it does not compile here."""
+    """Whether the kernel ran; False if it does not compile here."""
     try:
         launch = _launch(call, direction, strided, dlse)
     except FAILURES as error:
@@ -154,7 +154,7 @@ def _run(
 
 
 def forward(call: RaggedCall, bits: Tensor | None, words: int, out: Tensor, lse: Tensor) -> bool:
-    """out and lse of all tokens of a call that they take; False where the kernel does not compile. bits, words: of `survivors_kernel`, bits None
+    """out and lse of all tokens of a call that they take; False if the kernel does not compile. bits, words: of `survivors_kernel`, bits None
     without dropout."""
     inputs = call.args[:3]
     return _run(call, "forward", (*inputs, out), (*inputs, call.args.cu_seqlens_q, out, lse), bits, words, False)

@@ -112,7 +112,7 @@ class SharedBiasCall:
         return found
 
     def chunks(self, programs: int) -> tuple[int, int]:
-        """(members of a chunk, chunks) where one chunk of all of them is so many programs."""
+        """(members of a chunk, chunks) if one chunk of all of them is so many programs."""
         wanted = max(1, self.config.programs * self.processors // programs)
         each = -(-self.members // min(wanted, self.members))
         return each, -(-self.members // each)

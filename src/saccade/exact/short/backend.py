@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 256
 # forward is 0.5x at 768 problems; at 3,072 it is 1.1x to 1.5x up to S = 64 or D = 32, and 0.8x beyond. With backward it is 0.6x
 # to 0.8x at 3,072 and 1.1x to 2.4x at 8,192.
 FEWEST_FORWARD, FEWEST = 3072, 8192
-# where host time does not count, these kernels are the faster ones up to this many problems beyond 64 tokens too: plain forward
+# If host time does not count, these kernels are the faster ones up to this many problems beyond 64 tokens too: plain forward
 # is 1.2x at 96 problems of D = 64 by kernel time and 0.93x at 768 (1.8x and 1.16x when called from C++); with dropout, masks that
 # differ by query and grouped heads calls are 1.3x to 3.1x at 256 problems, and 0.5x to 0.9x at 8,192
 FEW = 512

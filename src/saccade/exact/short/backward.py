@@ -143,8 +143,8 @@ def _bwd_kernel(
     owners = heads // GROUP
     DTYPE: tl.constexpr = query.dtype if TMA else query.dtype.element_ty
     FLOAT32: tl.constexpr = tl.float32 == DTYPE
-    # each row of dS adds up to 0, and a dbias summed over keys is only the rounding error of that: rounded weights would leave
-    # more of it
+    # Each row of dS adds up to 0, so a dbias summed over keys is only the rounding error of that. Rounded weights would leave
+    # more of it.
     WEIGHTS: tl.constexpr = tl.float32 if BIAS_GRAD else DTYPE
     if BIAS_GRAD:
         bias_sum = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
@@ -258,8 +258,8 @@ def _bwd_chunked_kernel(
 ):  # fmt: skip
     DTYPE: tl.constexpr = query.dtype if TMA else query.dtype.element_ty
     FLOAT32: tl.constexpr = tl.float32 == DTYPE
-    # each row of dS adds up to 0, and a dbias summed over keys is only the rounding error of that: rounded weights would leave
-    # more of it
+    # Each row of dS adds up to 0, so a dbias summed over keys is only the rounding error of that. Rounded weights would leave
+    # more of it.
     WEIGHTS: tl.constexpr = tl.float32 if BIAS_GRAD else DTYPE
     # without mask, bias or lengths every query sees a key
     MAY_BE_EMPTY: tl.constexpr = HAS_MASK or HAS_BIAS or HAS_LENGTHS or MASK_Q

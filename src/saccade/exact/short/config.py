@@ -208,7 +208,7 @@ def pick(
     unsplit: bool = False,
     own_bias: bool = False,
 ) -> Config:
-    """The configuration of a kernel: from the measured tables where they cover the call, else from the heuristic.
+    """The configuration of a kernel: from the measured tables if they cover the call, else from the heuristic.
 
     Args:
         direction: "fwd", "bwd", "pool_fwd" or "pool_bwd". rows, dim: tile sizes (powers of two).

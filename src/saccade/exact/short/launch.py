@@ -30,8 +30,8 @@ BACKWARD_TENSORS = (*_INPUTS, "dout", "lse", "dlse", "dquery", "dkey", "dvalue",
 class Launch:
     """One kernel, ready for tensors of one signature. `static` holds all arguments after the tensors, constexprs included.
 
-    descriptors: name of a tensor argument -> (rows, columns) of its tile, where the kernel takes a TMA descriptor.
-    names: names of the tensor arguments, in their order; needed where there are descriptors.
+    descriptors: name of a tensor argument -> (rows, columns) of its tile, if the kernel takes a TMA descriptor.
+    names: names of the tensor arguments, in their order; needed if there are descriptors.
     """
 
     kernel: Any

@@ -86,7 +86,7 @@ class Sizes:
         return min(owners, config.programs_per_sm * self.num_sms) if config.programs_per_sm else owners
 
     def adjacent_heads(self, config: Config) -> int:
-        """Heads per program: as configured where each query head has its own key head and the heads divide evenly."""
+        """Heads per program: as configured if each query head has its own key head and the heads divide evenly."""
         return config.heads if self.group == 1 and self.heads % config.heads == 0 else 1
 
     def key_masks(self, args: AttentionArgs) -> tuple[bool, bool]:

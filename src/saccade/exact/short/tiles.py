@@ -48,7 +48,7 @@ def head_offsets(stride_head, AXES: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def row_stride(strides, ROW: tl.constexpr):
-    """The constant ROW, or the third of the strides where there are three."""
+    """The constant ROW, or the third of the strides if there are three."""
     return strides[2] if len(strides) == 3 else ROW
 
 

@@ -51,7 +51,7 @@ def check_calls(
     arrange: Callable[[], Arrange | None],
     graphed: Graphed | None = None,
 ) -> list[list[Result] | None]:
-    """The same for several calls that differ in lengths, data and seeds, judged together: the results of each, None where the backend declines it and
+    """The same for several calls that differ in lengths, data and seeds, judged together: the results of each, None if the backend declines it and
     takes another.
 
     problems: of each case by `padded`, all to the same longest lengths, which the function is given as the longest; arrange: makes the arrangement of

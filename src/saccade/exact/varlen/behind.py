@@ -84,7 +84,7 @@ class _ZeroGradient(torch.autograd.Function):
 
 
 class _DenseGradient(torch.autograd.Function):
-    """The tensor itself; its gradient in dense rows of its own, or as it is where torch's kernels can read it."""
+    """The tensor itself; its gradient in dense rows of its own, or as it is if torch's kernels can read it."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor) -> Tensor:

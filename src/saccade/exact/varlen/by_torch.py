@@ -157,7 +157,7 @@ def _tokens(starts: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum()), device=lengths.device) + (starts - before).repeat_interleave(lengths)
 
 
-# Scores (sequences x heads x queries x keys) of one call: torch keeps them all where it has no kernel that streams them. And its CUDA kernels
+# Scores (sequences x heads x queries x keys) of one call: torch keeps them all if it has no kernel that streams them. And its CUDA kernels
 # count batch and heads on grid axes of 65,535.
 _MOST_SCORES, _MOST_PROBLEMS = 2**24, 2**16 - 1
 

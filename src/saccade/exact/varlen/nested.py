@@ -84,7 +84,7 @@ def _packed(name: str, tensor: Tensor) -> tuple[Tensor, Tensor, int | None]:
 
 
 def _longest(tensor: Any) -> int | None:
-    """The longest sequence of a nested tensor; None where a program is compiled and the tensor was made without it.
+    """The longest sequence of a nested tensor; None if a program is compiled and the tensor was made without it.
 
     `_get_max_seqlen` would write it into the traced tensor, and backward would meet another tensor than it was made for.
     """

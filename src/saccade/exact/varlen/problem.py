@@ -26,7 +26,7 @@ _CAUSAL = {FULL: "", UPPER_LEFT: "causal", BOTTOM_RIGHT: "causal, bottom-right",
 class VarlenProblem:
     """A call without its data and without the number of tokens, which changes from batch to batch.
 
-    same_lengths: queries and keys share one tensor of cu_seqlens. bias: None, or its dtype. window: None where it hides nothing.
+    same_lengths: queries and keys share one tensor of cu_seqlens. bias: None, or its dtype. window: None if it hides nothing.
     """
 
     heads: int

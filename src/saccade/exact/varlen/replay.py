@@ -31,7 +31,7 @@ def call_of(call: tuple, qkv: Tensor | None) -> tuple:
 
 
 def replayed(call: tuple) -> Tensor | None:
-    """The output of a call of a kind that C++ knows; None of any other, and where lengths are to be checked."""
+    """The output of a call of a kind that C++ knows; None of any other, and if lengths have to be checked."""
     if native.calls is None or check_lengths():
         return None
     return native.calls.run_ragged(*call)

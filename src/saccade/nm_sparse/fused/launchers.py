@@ -235,7 +235,7 @@ def _fours(tensor: Tensor, fours: int, box: int) -> TensorMap:
 
 
 def _outer(tensor: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(sizes, strides in bytes) of batch and heads; size 1 with any stride where all share one."""
+    """(sizes, strides in bytes) of batch and heads; size 1 with any stride if all share one."""
     there = present(tensor)
     sizes = (tensor.shape[0] if there & 1 else 1, tensor.shape[1] if there & 2 else 1)
     return sizes, (2 * tensor.stride(0) if there & 1 else 16, 2 * tensor.stride(1) if there & 2 else 16)

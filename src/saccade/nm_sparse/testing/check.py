@@ -1,6 +1,6 @@
 """The error budget of `saccade.exact.testing.check` for N:M sparse attention.
 
-Pruning jumps where two scores are nearly equal, so a backend is judged in two steps, neither with a tolerance picked by hand:
+Pruning jumps if two scores are nearly equal, so a backend is judged in two steps, neither with a tolerance picked by hand:
 - its selection must be complete (every group keeps N visible keys, or all; one that is never pruned keeps all), and optimal up to the error of the scores: no key
   that was left out may exceed a kept one of its group by more than the rounding bounds of both scores. Exact ties are tested
   separately, on integers;

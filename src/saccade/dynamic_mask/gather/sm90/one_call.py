@@ -80,7 +80,7 @@ class Causal:
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
         key_scores: Tensor | None, intervals: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:  # fmt: skip
-        """(dq, dk, dv, dscores) as of `launchers.backward`; None where it goes step by step: under `torch.use_deterministic_algorithms`, or for
+        """(dq, dk, dv, dscores) as of `launchers.backward`; None if it goes step by step: under `torch.use_deterministic_algorithms`, or for
         rows that would have to be copied."""
         if (query.data_ptr() | key.data_ptr() | value.data_ptr() | dout.data_ptr() | out.data_ptr()) % 16:
             return None
