@@ -15,7 +15,7 @@ from torch import Tensor
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.by_torch import reference_launchers
-from saccade.engine.calls import uncast
+from saccade.engine.calls import recordable, uncast
 from saccade.engine.first_order import applied
 from saccade.engine.flops import by_pairs
 from saccade.engine.gradient import function
@@ -105,6 +105,8 @@ class Ops:
                 return self.run(prepared, args, qkv, None)
         problem, chosen = prepared.problem, prepared.backend
         if chosen.attend is not None:
+            if problem.needs_grad and not torch.compiler.is_compiling():
+                args = self.record(*map(recordable, args[: self.tensors]), *args[self.tensors :])
             with uncast(args.query):
                 return chosen.attend(args, problem)
         if not problem.needs_grad:
