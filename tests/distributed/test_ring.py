@@ -46,6 +46,21 @@ def test_refusals_name_what_was_given(two):
         assert length == "dim 2 has 6 entries; 2 ranks take a multiple of 4"
 
 
+def _under_autocast(rank, ranks, device):
+    tensors = [torch.randn(1, 2, 8, 16, device=device, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16)]
+    with torch.autocast(device.type, torch.bfloat16):
+        try:
+            return str(saccade.distributed.attention(*tensors).dtype)
+        except saccade.UnsupportedProblem as error:
+            return str(error)
+
+
+def test_autocast_casts_as_on_one_rank(two):
+    """A CPU has no kernel for the ring, and says for which dtype."""
+    for found in two(_under_autocast):
+        assert found.startswith(("torch.bfloat16", "torch's ring attention has no kernel for torch.bfloat16 on cpu"))
+
+
 def _no_tensors(rank, ranks, device):
     tensors = [torch.randn(1, 2, 8, 16, device=device) for _ in range(3)]
     mesh = init_device_mesh(device.type, (1, ranks), mesh_dim_names=("a", "b"))

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from saccade.distributed.groups import group_of
 from saccade.engine.arguments import check_flag, check_tensors, shown
+from saccade.engine.calls import autocast
 from saccade.engine.first_order import first_order
 from saccade.engine.kinds import check_kinds
 from saccade.engine.torch_sdpa import torch_attention
@@ -38,7 +39,7 @@ def attention(
     `saccade.distributed.dynamic_mask_attention` exchanges those alone.
 
     Args:
-        query: `[B, H, n, D]` of this rank, bf16 or fp16 on a CUDA device, n the same on every rank.
+        query: `[B, H, n, D]` of this rank, bf16 or fp16 on a CUDA device, or cast to these by autocast, n the same on every rank.
         key: of the same shape.
         value: of the same shape.
         group: as in `dynamic_mask_attention`. In a group of one this is `saccade.attention`.
@@ -60,6 +61,7 @@ def attention(
         assert isinstance(found, Tensor)
         return found
     context = _torch_context()
+    query, key, value = autocast(query, key, value)
     check_tensors(query, key, value)
     check_kinds(query=query, key=key, value=value)
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
