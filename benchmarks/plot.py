@@ -15,7 +15,8 @@ from plot_models import draw_models
 from plot_nm import PLOTS, draw_nm
 from plot_short import draw_auto, draw_sizes
 
-_OURS = ("short", "long", "shared_bias", "ragged", "volta")  # the first that a table has is compared
+_OURS = ("short", "long", "shared_bias", "ragged", "volta", "auto")  # the first that a table has is compared
+_LEFT_OUT = {"windows": ("ragged",)}  # at D = 256 `auto` takes torch's function
 _PEERS = (
     "fa4", "varlen_attn", "flex", "cuequivariance", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa", "sdpa_padded", "unfused",
 )  # fmt: skip
@@ -50,6 +51,7 @@ def draw(path: Path) -> list[Path]:
         return own[path.stem](path)
     with open(path, newline="") as handle:
         rows = [r for r in csv.DictReader(handle) if _is_plain(r) and r["backend"] in (*_OURS, *_PEERS)]
+    rows = [r for r in rows if r["backend"] not in _LEFT_OUT.get(path.stem, ())]
     return style.save(path, lambda: _figure(rows)) if rows else []
 
 
@@ -138,7 +140,7 @@ def _label(problem: str) -> tuple[str, str]:
     fields = dict(re.findall(r"(\w+)=(\w+)", problem))
     more = "".join(f", {word.replace('_', ' ')}" for word in ("causal", "lengths", "bias", "key_mask") if word in problem)
     if window := re.search(r"window=\((\d+), (\d+)\)", problem):
-        return f"window {window[1]}, {window[2]}{more}", f"longest {int(fields['longest']):,}, B = {int(fields['B']):,}"
+        return f"window {window[1]}, {window[2]}{more}", f"D = {fields['D']}, longest {int(fields['longest']):,}"
     if "longest" in fields:
         mean = f"mean {fields['mean']} of " if "mean" in fields else ""
         return f"{mean}{fields['longest']} tokens, {int(fields['B']):,} sequences", f"D = {fields['D']}, H = {fields['H']}{more}"

@@ -133,6 +133,25 @@ def test_import_is_lazy():
     assert done.stdout.strip() == "fine", done.stderr[-2000:]
 
 
+BY_ATTRIBUTE = """
+import operator, sys, saccade
+for path in sys.argv[1:]:
+    assert operator.attrgetter(path)(saccade)
+print("fine")
+"""
+
+
+def test_integrations_are_found_by_the_paths_of_the_reference():
+    pytest.importorskip("transformers")  # `DogeCache` has a base there
+    paths = [whole or alone for whole, _, alone in SHOWN.findall((REFERENCE / "integrations.md").read_text(encoding="utf-8"))]
+    named = [path.removeprefix("saccade.") for path in paths]
+    assert {"integrations.tabpfn.register", "integrations.doge_cache.DogeCache"} <= set(named)
+    done = subprocess.run([sys.executable, "-c", BY_ATTRIBUTE, *named], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "fine", done.stderr[-2000:]
+    with pytest.raises(AttributeError, match=r"module 'saccade\.integrations' has no attribute 'nothing'"):
+        saccade.integrations.nothing  # noqa: B018
+
+
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 SHOWN = re.compile(r"^::: (\S+)\n(?: +.*\n)*? +members: \[([^\]]+)\]|^::: (\S+)$", re.MULTILINE)
 

@@ -108,7 +108,7 @@ def test_a_row_compares_with_the_best_peer():
         ("attention(B=9 H=8 Tq=1 Tk=32 D=64 bf16 packed grad)", ("packed QKV", "1 query, 32 keys, D = 64")),
         (
             "attention_varlen(B=247 H=12 D=64 bf16 window=(64, 64) longest=256 tokens=36812)",
-            ("window 64, 64", "longest 256, B = 247"),
+            ("window 64, 64", "D = 64, longest 256"),
         ),
     ],
 )

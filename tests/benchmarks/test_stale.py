@@ -237,6 +237,17 @@ def test_stale_rows_are_those_of_the_older_commits(repository, tmp_path):
     assert (stale.verdict(path).stale, stale.verdict(path).rows) == (3, 5)
 
 
+def test_only_rows_of_strings_run_the_files_of_strings(repository, tmp_path):
+    old = repository("src/saccade/encoders/together.py", "def joined(texts):\n    return texts\n")
+    repository("src/saccade/encoders/together.py", "def joined(texts):\n    return list(texts)\n")
+    path = tmp_path / "encoders.csv"
+    problems = ["MiniLM B=8 sentences=256 mean=20", "MiniLM encode from strings texts=2048 mean=20 float32"]
+    path.write_text("table,problem,commit\n" + "".join(f"encoders,{x},{old}\n" for x in problems))
+    assert [row["problem"] for row in stale.older_rows(path)] == problems[1:]
+    repository("src/saccade/encoders/graphs.py", "def replayed():\n    return 1\n")
+    assert [row["problem"] for row in stale.older_rows(path)] == problems
+
+
 def test_tables_of_launches_are_tables_of_exact_attention():
     """Others have problems that `tools.launches` does not read; a table of whole calls has none of its rows there."""
     assert {pattern for name in stale.BY_LAUNCHES for pattern in stale.patterns_of(name)} <= {

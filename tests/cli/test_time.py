@@ -127,6 +127,19 @@ def test_it_needs_nothing_of_the_checkout(tmp_path):
     assert "benchmarks" not in imported
 
 
+def test_one_round_is_one(monkeypatch):
+    """It has no spread, so that none can be too wide."""
+    counts = []
+
+    def counted(calls, rounds, device):
+        counts.append(rounds)
+        return {name: Timing(float(len(counts)), 0.5, 9.0) for name in calls}
+
+    monkeypatch.setattr(command, "measure_in_turns", counted)
+    assert "medians of 1 rounds" in run(*SMALL).stdout
+    assert counts == [1]
+
+
 def test_more_rounds_are_made_while_a_row_scatters(monkeypatch):
     counts = []
 

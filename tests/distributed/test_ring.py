@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import saccade
 import saccade.distributed
@@ -39,6 +44,21 @@ def test_refusals_name_what_was_given(two):
             "query has shape [1, 2, 8, 16], key [1, 1, 8, 16], value [1, 1, 8, 16]; torch's ring attention takes"
         )
         assert length == "dim 2 has 6 entries; 2 ranks take a multiple of 4"
+
+
+def _under_autocast(rank, ranks, device):
+    tensors = [torch.randn(1, 2, 8, 16, device=device, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16)]
+    with torch.autocast(device.type, torch.bfloat16):
+        try:
+            return str(saccade.distributed.attention(*tensors).dtype)
+        except saccade.UnsupportedProblem as error:
+            return str(error)
+
+
+def test_autocast_casts_as_on_one_rank(two):
+    """A CPU has no kernel for the ring, and says for which dtype."""
+    for found in two(_under_autocast):
+        assert found.startswith(("torch.bfloat16", "torch's ring attention has no kernel for torch.bfloat16 on cpu"))
 
 
 def _no_tensors(rank, ranks, device):
@@ -134,3 +154,80 @@ def test_a_replaced_function_of_torch_is_put_back(monkeypatch):
     with ring._as_torch_has_it():
         assert getattr(torch.nn.functional, name) is torch_attention
     assert getattr(torch.nn.functional, name) is other
+
+
+# --- the Function around torch's ring, with torch's plain function in the place of the ring
+
+
+class OneRank:
+    """A mesh of one rank."""
+
+    def size(self):
+        return 1
+
+
+def in_no_ring(*given):
+    return ring._Ring.apply(*given, True, None, OneRank(), lambda *mesh, **buffers: contextlib.nullcontext())
+
+
+def rows():
+    return [torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3)]
+
+
+def test_gradients_of_the_function():
+    given = rows()
+    expected = torch.autograd.grad(torch_attention(*given, is_causal=True).square().sum(), given)
+    out = in_no_ring(*given)
+    for _ in range(2):
+        found = torch.autograd.grad(out.square().sum(), given, retain_graph=True)
+        torch.testing.assert_close(found, expected)
+
+
+def test_hooks_see_what_is_saved_and_nothing_else_is_held():
+    given, seen = [x.clone().requires_grad_() for x in rows()], []
+    copy = lambda x: (seen.append(x.shape), x.clone())[1]  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(copy, lambda x: x):
+        out = in_no_ring(*[x * 1 for x in given])
+    assert seen.count(given[0].shape) >= 4
+    expected = torch.autograd.grad(torch_attention(*given, is_causal=True).square().sum(), given)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), given), expected)
+    memory = [x * 1 for x in given]
+    held = [weakref.ref(x.untyped_storage()) for x in memory]
+    with torch.autograd.graph.saved_tensors_hooks(copy, lambda x: x):
+        out = in_no_ring(*memory)
+    assert all(of() is not None for of in held)
+    del memory
+    gc.collect()
+    assert [of() for of in held] == [None] * 3
+
+
+def test_backward_frees_what_was_saved():
+    given = rows()
+    out = in_no_ring(*given)
+    loss = out.sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="after they have already been freed"):
+        loss.backward()
+
+
+def test_second_derivatives_are_refused():
+    given = rows()
+    (dq,) = torch.autograd.grad(in_no_ring(*given).sum(), given[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(dq.sum(), given[1])
+
+
+def test_an_output_that_is_changed_is_noticed():
+    out = in_no_ring(*rows())
+    loss = out.sum()
+    with torch.no_grad():
+        out.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_checkpointing():
+    given = rows()
+    expected = torch.autograd.grad(torch_attention(*given, is_causal=True).square().sum(), given)
+    out = checkpoint(in_no_ring, *given, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), given), expected)

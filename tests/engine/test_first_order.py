@@ -100,6 +100,23 @@ def test_forward_mode_gets_a_sentence(name):
                 OURS[name](*dual)
 
 
+@pytest.mark.skipif(HAS_GPU, reason="torch's kernel of a CPU")
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize(
+    "more", [{}, {"attn_mask": torch.ones(6, 6).tril() > 0}, {"is_causal": True}], ids=["plain", "mask", "causal"]
+)
+def test_torchs_function_gets_the_sentence_too(backend, more):
+    q, k, v, _ = inputs(requires_grad=False)
+    said = r"backend 'sdpa' has a gradient for torch\.autograd alone, and forward-mode AD meets \w+\(.*'reference' can run there"
+    with forward_ad.dual_level(), pytest.raises(UnsupportedProblem, match=said):
+        saccade.attention(forward_ad.make_dual(q, k), k, v, **more, backend=backend)
+    with pytest.raises(UnsupportedProblem, match=said):
+        torch.func.jvp(lambda q: saccade.attention(q, k, v, **more, backend=backend), (q,), (k,))
+    with forward_ad.dual_level():  # what torch computes by its plain operations has such a derivative
+        dual = saccade.attention(forward_ad.make_dual(q, k), k, v[..., :8], **more, backend=backend)
+        assert forward_ad.unpack_dual(dual).tangent.shape == (1, 2, 6, 8)
+
+
 @references
 def test_references_take_every_way(name):
     given = inputs(torch.float64, requires_grad=False)

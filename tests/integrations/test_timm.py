@@ -350,6 +350,26 @@ def test_compiled_without_a_break():
         torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)
 
 
+class Doubling(nn.Module):
+    """Reaches other functions by the names of the same modules."""
+
+    def forward(self, x):
+        doubled = F.scaled_dot_product_attention(x, x, x) + F.relu(x) + torch.nn.functional.elu(x).to(torch.float32)
+        return torch.abs(doubled)
+
+
+def test_a_later_patch_of_another_function_is_seen(monkeypatch):
+    model, x = nn.Sequential(Doubling()), torch.randn(2, 3, 5, 8)
+    with patch(model):
+        before = model(x)
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), before)
+        relu = F.relu
+        monkeypatch.setattr(F, "relu", lambda x: relu(x) + 100)
+        assert model(x).min() > 50
+        monkeypatch.setattr(torch, "abs", torch.neg)
+        assert model(x).max() < -50
+
+
 class Overriding(Named):
     """Inherits a layer that calls torch's function, and forms its scores instead."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy
 import pytest
 import torch
 
 import saccade
+from saccade.exact.backends import BACKENDS
+from saccade.exact.problem import describe_attention
 from saccade.integrations import transformers as integration
 from saccade.integrations import window_mask
 from saccade.integrations.window_mask import WindowMask
@@ -174,6 +177,27 @@ def test_functions_that_are_windows_alone():
     assert window_mask.window_mask(causal, None, 1, 1, places) is None
     assert window_mask.window_mask(causal, torch.ones(1, 9), 9, 9, places) is None
     assert window_mask.window_mask(causal, None, 9, 9, places | {"kv_offset": 3}) is None
+
+
+@pytest.mark.parametrize("backend", ["auto", *(known.name for known in BACKENDS)])
+def test_backends_by_name_get_the_window_if_they_take_windows(monkeypatch, backend):
+    """Formed for a backend that knows windows, the mask of 16,384 tokens would be 256 MiB."""
+    seen = []
+    monkeypatch.setattr(integration, "attention", lambda query, *given, **options: (seen.append((given[2], options)), query)[1])
+    query = torch.zeros(1, 2, 5, 16)
+    mask = WindowMask(1, 5, (2, 0), query.device)
+    integration.attention_forward(torch.nn.Module(), query, query, query, mask, is_causal=True, backend=backend)
+    ((added, options),) = seen
+    problem = describe_attention(query, query, query, None, 0.0, False, None, False, None, False, False, False, (2, 0))
+    on_any_gpu = [replace(problem, dtype=torch.float16, device_type="cuda", arch=arch) for arch in (70, 90)]
+    known = [known for known in BACKENDS if backend in ("auto", known.name)]
+    refused = [[reason for reason in b.why_not(on) if "takes no sliding window" in reason] for b in known for on in on_any_gpu]
+    if all(refused):
+        assert options["window"] is None
+        assert added.equal(mask.formed())
+    else:
+        assert options["window"] == (2, 0)
+        assert added is None
 
 
 @pytest.mark.parametrize("rows", [1, 3])

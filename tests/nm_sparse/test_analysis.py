@@ -68,6 +68,20 @@ def test_densities_are_what_is_kept():
     assert (scores.masked_fill(~analysis.kept_by_top_k(scores, 0.25), math.inf).amin(-1) >= scores.sort(-1).values[:, 150]).all()
 
 
+def test_nan_is_visible_and_ranks_first():
+    """As in `nm_sparse_attention`, so that it shows in what is measured."""
+    scores = torch.tensor([[1.0, math.nan, 3.0, -math.inf], [math.nan, -math.inf, -math.inf, -math.inf]])
+    first = torch.tensor([[False, True, False, False], [True, False, False, False]])
+    assert torch.equal(analysis.kept_by_pattern(scores, "1:4"), first)
+    assert torch.equal(analysis.kept_by_top_k(scores, 0.25), first)
+    visible = torch.tensor([[True, True, True, False], [True, False, False, False]])
+    assert torch.equal(analysis.kept_by_pattern(scores, "3:4"), visible)
+    assert torch.equal(analysis.kept_by_top_k(scores, 1.0), visible)
+    assert torch.equal(analysis.kept_by_truncation(scores, 1.0), visible)
+    for row in scores.split(1):
+        assert analysis.quality(row, row > 0).isnan()
+
+
 def test_the_paper_s_qualities():
     assert [round(analysis.one_of_two_quality(x), 4) for x in (1, 2, 4)] == [0.7602, 0.9214, 0.9977]
     assert analysis.one_of_two_quality(7) == pytest.approx(0.9999996, abs=1e-7)

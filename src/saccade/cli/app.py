@@ -207,7 +207,13 @@ def time(
     dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.0,
     backward: Annotated[bool, typer.Option("--backward", help="Time forward and backward together.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which every row is timed, each in a new order.")] = 5,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Rounds in which every row is timed, each in a new order; of two and more up to four times as many if they differ.",
+        ),
+    ] = 5,
     as_json: Annotated[bool, _JSON] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the times into this file, .png, .svg or .pdf; needs matplotlib.")

@@ -153,11 +153,11 @@ def _middle(timings: list[Timing]) -> Timing:
 
 
 def _spread(found: dict[str, list[Timing]]) -> float:
-    """How far the rounds' medians lie apart, as a share: the interquartile range of the row where it is widest."""
+    """How far the rounds' medians lie apart, as a share: the interquartile range of the row where it is widest; 0 of one round."""
     shares = []
     for timings in found.values():
         middles = [x.p50 for x in timings]
-        low, middle, high = statistics.quantiles(middles, n=4) if len(middles) > 1 else (0.0, 1.0, 1.0)
+        low, middle, high = statistics.quantiles(middles, n=4) if len(middles) > 1 else (1.0, 1.0, 1.0)
         shares.append((high - low) / middle)
     return max(shares)
 

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from saccade.distributed.groups import group_of
 from saccade.engine.arguments import check_flag, check_tensors, shown
+from saccade.engine.calls import autocast
 from saccade.engine.first_order import first_order
 from saccade.engine.kinds import check_kinds
 from saccade.engine.torch_sdpa import torch_attention
@@ -37,7 +39,7 @@ def attention(
     `saccade.distributed.dynamic_mask_attention` exchanges those alone.
 
     Args:
-        query: `[B, H, n, D]` of this rank, bf16 or fp16 on a CUDA device, n the same on every rank.
+        query: `[B, H, n, D]` of this rank, bf16 or fp16 on a CUDA device, or cast to these by autocast, n the same on every rank.
         key: of the same shape.
         value: of the same shape.
         group: as in `dynamic_mask_attention`. In a group of one this is `saccade.attention`.
@@ -59,6 +61,7 @@ def attention(
         assert isinstance(found, Tensor)
         return found
     context = _torch_context()
+    query, key, value = autocast(query, key, value)
     check_tensors(query, key, value)
     check_kinds(query=query, key=key, value=value)
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
@@ -120,23 +123,63 @@ def _torch_context() -> Any:
 
 
 class _Ring(torch.autograd.Function):
-    """torch's context holds for what runs inside it, backward too, so both directions are run inside one."""
+    """torch's context holds for what runs inside it, backward too, so both directions are run inside one.
+
+    The graph inside keeps no tensor: its node here saves them all, so that hooks see them, and backward frees them.
+    """
 
     @staticmethod
     def forward(ctx, query, key, value, is_causal, scale, mesh, context):
-        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        with _balanced(is_causal), _as_torch_has_it(), _inside(context, mesh, query), torch.enable_grad():
+        anchor, kept = torch.empty(0, requires_grad=True), _Kept()
+        with _balanced(is_causal), _as_torch_has_it(), _inside(context, mesh, query), torch.enable_grad(), kept.hooks():
+            given = [_Tracked.apply(x.detach(), anchor) for x in (query, key, value)]
             # by name: the context puts the ring in its place
-            out = getattr(F, torch_attention.__name__)(leaves[0], leaves[1], leaves[2], is_causal=is_causal, scale=scale)
-        ctx.leaves, ctx.out, ctx.mesh, ctx.context, ctx.is_causal = leaves, out, mesh, context, is_causal
-        return out.detach()
+            out = getattr(F, torch_attention.__name__)(*given, is_causal=is_causal, scale=scale)
+        ctx.ends, ctx.begins = get_gradient_edge(out), [get_gradient_edge(x) for x in given]
+        result = out.detach()
+        # what came in and went out too: second derivatives and changes in place are refused by them
+        ctx.save_for_backward(query, key, value, result, *kept.tensors)
+        kept.tensors = ()
+        ctx.kept, ctx.mesh, ctx.context, ctx.is_causal = kept, mesh, context, is_causal
+        return result
 
     @staticmethod
     @first_order
     def backward(ctx, dout):
-        with _balanced(ctx.is_causal), _inside(ctx.context, ctx.mesh, dout):
-            found = torch.autograd.grad(ctx.out, ctx.leaves, dout, retain_graph=True)
+        # read first: under checkpointing forward runs again here
+        ctx.kept.tensors = ctx.saved_tensors[4:]
+        try:
+            with _balanced(ctx.is_causal), _inside(ctx.context, ctx.mesh, dout):
+                found = torch.autograd.grad(ctx.ends, ctx.begins, dout, retain_graph=True)
+        finally:
+            ctx.kept.tensors = ()
         return *found, None, None, None, None
+
+
+class _Tracked(torch.autograd.Function):
+    """A tensor that needs a gradient because another does: a leaf would be kept by its graph."""
+
+    @staticmethod
+    def forward(ctx, tensor, anchor):
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise AssertionError("gradients are taken before they come here")
+
+
+class _Kept:
+    """The tensors that a graph would save, which another node saves in its place."""
+
+    def __init__(self) -> None:
+        self.tensors: tuple[Tensor, ...] = ()
+
+    def hooks(self) -> contextlib.AbstractContextManager[Any]:
+        return saved_tensors_hooks(self._pack, lambda place: self.tensors[place])
+
+    def _pack(self, tensor: Tensor) -> int:
+        self.tensors = (*self.tensors, tensor)
+        return len(self.tensors) - 1
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ running = threading.local()  # `inside`: the batch of the captured function that
 
 
 def columns_of(batch: Batch, longest: int | None) -> int:
-    """The columns a batch gets: the next multiple of 16 where every tensor of a number a token can be filled up, else as many as it has."""
+    """The columns a batch gets: the next multiple of 16, or as many as it has if one of its tensors `[B, T]` cannot be filled up."""
     shape, mask = batch["input_ids"].shape, batch.get("attention_mask")
     if mask is None:
         return shape[1]

@@ -1,7 +1,7 @@
 """A captured forward, and a captured forward and backward as one differentiable call.
 
-A graph reads fixed memory (`Inputs`, or any object with a `load(batch)`) and writes fixed memory, so whatever leaves it is copied before the next replay. All graphs are captured on
-one side stream, whose cuBLAS workspace is allocated before the first capture and so belongs to no graph.
+A graph reads fixed memory: `Inputs`, or any object with a `load(batch)`. It writes fixed memory too, so its outputs are copied before the next replay.
+All graphs are captured on one side stream, whose cuBLAS workspace is allocated before the first capture and so belongs to no graph.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ Make = Callable[[], Any]  # the memory from which a graph reads, with a `load(ba
 class Inputs:
     """The memory from which a graph reads a batch of up to `capacity` tokens, with a pinned twin on the host.
 
-    One allocation holds `numbers` (ids, positions, types and places, int64 `[4, capacity]`), then `ends`, int32 `[capacity + 1]`, behind the last
-    sequence the number of tokens: one copy brings a batch. longest: a bound of the tokens of each sequence.
+    One allocation holds all numbers, so that one copy brings a batch.
+
+    Attributes:
+        numbers: ids, positions, types and places, int64 `[4, capacity]`.
+        ends: the ends of the sequences, int32 `[capacity + 1]`; behind the last sequence, the number of tokens.
+        longest: a bound of the tokens of each sequence.
     """
 
     def __init__(self, capacity: int, device: torch.device, longest: int):
@@ -142,8 +146,8 @@ def _quiet(device: torch.device) -> Iterator[None]:
 def _aliased(model: nn.Module, parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """Leaves of the same memory in the place of the parameters of a model.
 
-    A node that adds to a parameter's gradient belongs to the stream on which it was made, and lives as long as any graph of the caller, an old loss
-    say. A capture that led to it would fail: "would make the legacy stream depend on a capturing blocking stream".
+    A node that adds to a parameter's gradient belongs to the stream on which it was made. It lives as long as any graph of the caller, such as an old
+    loss. A capture that led to it would fail: "would make the legacy stream depend on a capturing blocking stream".
     """
     # of the type of parameters, whose shapes torch.compile takes for constants
     aliases = {id(x): nn.Parameter(x.detach()) for x in parameters}
@@ -308,7 +312,7 @@ def all_reached(outputs: Sequence[Tensor], leaves: list[Tensor], doutputs: Seque
 def fill(into: Sequence[Tensor], given: Sequence[Tensor | None], reached: list[list[bool]]) -> list[bool]:
     """Bring the gradients of the outputs, 0 for one that no loss reads; says which parameters have a gradient.
 
-    A pooler that no loss reads has none, as in stock: an optimiser decays a parameter whose gradient is 0, and leaves one without a gradient.
+    A pooler that no loss reads has none, as in stock. An optimiser decays a parameter whose gradient is 0, and leaves one that has none.
     """
     for memory, x in zip(into, given, strict=True):
         if x is None:

@@ -58,8 +58,8 @@ def why_not(model: nn.Module) -> str:
 
 
 class Rows:
-    """The memory from which a graph reads a batch of up to `capacity` rows. Rows behind the batch are 0, and their mask is 1: a row of which attention
-    sees nothing may give NaN, which would spread to the gradients."""
+    """The memory from which a graph reads a batch of up to `capacity` rows. Rows behind the batch are 0, and their mask is 1. If attention saw
+    nothing of a row, the row might give NaN, which would spread to the gradients."""
 
     def __init__(self, capacity: int, form: Form, device: torch.device):
         self.capacity = capacity

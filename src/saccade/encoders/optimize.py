@@ -238,8 +238,12 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
             `memory` or `fuse` has another value than those above.
         SaccadeError: transformers is not installed.
 
-    Some calls run stock, and `explain()` says why: those with `output_attentions`, `output_hidden_states`, a cache, 4-D masks or embeddings in
-    place of ids; those whose mask hides tokens that are no padding; those of encoders with hooks inside; traced and captured calls.
+    Some calls run stock, and `explain()` says why:
+
+    * calls with `output_attentions`, `output_hidden_states`, a cache, 4-D masks or embeddings in place of ids;
+    * calls whose mask hides tokens that are no padding;
+    * calls of encoders with hooks inside;
+    * traced and captured calls.
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"model is a {type(model).__name__}; it must be a torch.nn.Module")

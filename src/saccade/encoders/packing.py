@@ -60,7 +60,7 @@ class Packed:
 def pack(given: Given, family: Family, padding: int, reads_first: bool) -> tuple[Packed, Tensor | bool]:
     """(the tokens of a padded batch, whether stock uses a padded position). The latter is a tensor on a GPU, where it is not waited for.
 
-    Stock uses a position of mask 0 whose token is no padding, as ColBERT does; with `reads_first` also the first column of a row that is padded on
+    Stock uses a position of mask 0 whose token is no padding, as ColBERT does. With `reads_first` it also uses the first column of a row that is padded on
     the left, where a pooler or a head reads.
     """
     return (_on_the_device if given.ids.is_cuda else _on_the_host)(given, family, padding, reads_first)

@@ -169,7 +169,7 @@ class Padded(Batched):
     # --- whether the outputs stay what they are
 
     def probe(self, batch: dict[str, Tensor]) -> _Probed:
-        """Compute a part of a batch alone, filled up, and filled up with other tokens of mask 0: the outputs must be the same three times.
+        """Compute a part of a batch three times: alone, filled up, and filled up with other tokens of mask 0. The outputs must be the same.
 
         Models are not known by name here. A convolution over tokens, or a mean over columns, would see what is added.
         """

@@ -40,8 +40,10 @@ class Bound(NamedTuple):
 
 
 def batches(chunks: Iterable[Chunk], bound: Bound) -> Iterator[Chunk]:
-    """The texts of chunks in batches, the longest of a chunk first. The last batch of a chunk waits for the next chunk, which may fill it; that of the
-    first chunk does not, as the device waits for it."""
+    """The texts of chunks in batches, the longest of a chunk first.
+
+    The last batch of a chunk waits for the next chunk, which may fill it. The first chunk's does not wait, because the device waits for it.
+    """
     import numpy as np
 
     left: Chunk | None = None

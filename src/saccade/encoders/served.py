@@ -218,8 +218,10 @@ class Served(Encoder):
         return batch, used
 
     def _begun(self, may_be_early: bool = True) -> tuple[bool, int]:
-        """(whether the state is still to be read, its number as far as it is known). A graph takes longer than to read the state, so it is launched
-        first where the call is one that has run before, and nobody wants a gradient."""
+        """(whether the state is still to be read, its number as far as it is known).
+
+        The state is read while a graph runs: the graph is launched first, if the call has run before and needs no gradient.
+        """
         settled = may_be_early and self._settled == self.state.changes and not self.failed and not torch.is_grad_enabled()
         if settled and self.state.may_hold():
             return True, self._number

@@ -26,8 +26,14 @@ _METHODS = ("__call__", "_encode_plus", "_batch_encode_plus", "set_truncation_an
 
 
 class Chunk(NamedTuple):
-    """Tokens of some texts, as arrays of numpy: the ids of one text behind those of another, how many each has, where each stands in the input, and
-    token types where the model reads any."""
+    """Tokens of some texts, as arrays of numpy.
+
+    Attributes:
+        ids: of all texts, one text behind another.
+        lengths: the number of ids of each text.
+        places: the place of each text in the input.
+        types: token types, None if the model reads none.
+    """
 
     ids: Any
     lengths: Any
@@ -38,8 +44,8 @@ class Chunk(NamedTuple):
 def ahead(work: Callable[[_A], _B], items: Iterable[_A]) -> Generator[_B, None, None]:
     """`map` in threads that are a few items ahead. They end with the iterator, whether it is read to its end, fails or is closed.
 
-    The first item, for which the device waits, shares the cores with no other until it is used: with threads of Rust on every core the caller took
-    8 ms to read 256 encodings and to start the device, and alone it takes 1.
+    The device waits for the first item, so no other item shares the cores with it until it is used. With threads of Rust on every core, the caller took
+    8 ms to read 256 encodings and to start the device. Alone it takes 1 ms.
     """
     source = iter(items)
     for item in islice(source, 1):

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
+
+_OptionalTensor = TypeVar("_OptionalTensor", Tensor, Tensor | None)
 
 
 def gradient_needed(*tensors: Tensor | None) -> bool:
@@ -49,6 +51,11 @@ def uncast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 def _autocasts(kind: str) -> bool:
     # some devices, such as "meta", have no autocast, and is_autocast_enabled raises for them
     return (kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
+
+
+def recordable(tensor: _OptionalTensor) -> _OptionalTensor:
+    """The tensor, or a copy of one that was made in inference mode, which autograd cannot save."""
+    return tensor.clone() if tensor is not None and tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -33,6 +33,12 @@ def applied(function: type[torch.autograd.Function], problem: Any, backend: str,
     return function.apply(*args)
 
 
+def refuse_if_differentiated_forward(error: NotImplementedError, problem: Any, backend: str) -> None:
+    """Raise `UnsupportedProblem` for an error of torch's own function, which asks for an issue where it has no forward derivative."""
+    if forward_ad._current_level >= 0 and not isinstance(error, UnsupportedProblem):
+        raise UnsupportedProblem(_refusal("forward-mode AD", problem, backend)) from error
+
+
 def _apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments with a view for a tensor that is among those before it: torch.compile takes no tensor of an autograd.Function twice."""
     made: list[Any] = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade import native
 from saccade.engine.arguments import check_length_values
-from saccade.engine.calls import values_known
+from saccade.engine.calls import recordable, values_known
 
 _MAX_TENSORS = 64
 # keyed by identity, oldest first: the tensor, its version when it was checked (None if it has none), and for what
@@ -32,9 +32,7 @@ def checked_lengths(lengths: Tensor, kv_len: int, any_width: bool = False) -> Te
         check_once(lengths, kv_len, lambda: check_length_values(lengths, kv_len))
         if native.calls is not None and lengths.is_cuda:
             native.calls.checked(lengths, kv_len)
-    narrow = lengths if any_width else lengths.to(torch.int32).contiguous()
-    # autograd cannot save a tensor made in inference mode
-    return narrow.clone() if narrow.is_inference() and not torch.is_inference_mode_enabled() else narrow
+    return recordable(lengths if any_width else lengths.to(torch.int32).contiguous())
 
 
 def check_once(tensor: Tensor, about: Hashable, check: Callable[[], None]) -> None:

@@ -16,11 +16,13 @@ from saccade.errors import InvalidArgument
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
     """Call `ctx.save_for_backward`, and keep the memory layout of the tensors."""
-    ctx.save_for_backward(*tensors)
-    ctx.layouts = None
     # a compiler traces strides as symbols, and saves tensors itself
     if torch.compiler.is_compiling():
+        ctx.save_for_backward(*tensors)
+        ctx.layouts = None
         return
+    # autograd saves no tensor that was made in inference mode
+    ctx.save_for_backward(*[_copied(t, t.stride()) if t is not None and t.is_inference() else t for t in tensors])
     ctx.layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
     ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
@@ -50,7 +52,11 @@ def _as_it_lay(tensor: Tensor, shape: torch.Size, strides: tuple[int, ...], dtyp
     aligned = type(tensor) is not Tensor or tensor.data_ptr() % 16 == 0
     if tensor.stride() == strides and aligned:
         return tensor
-    # a tensor that was broadcast in forward is copied once and broadcast again
+    return _copied(tensor, strides)
+
+
+def _copied(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A copy with these strides. A tensor that was broadcast in forward is copied once and broadcast again."""
     broadcast = [stride == 0 and extent > 1 for stride, extent in zip(strides, tensor.shape, strict=True)]
     once = tensor[tuple(slice(0, 1) if shared else slice(None) for shared in broadcast)]
     copy = torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(once)

@@ -15,8 +15,8 @@ from torch import Tensor
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.by_torch import reference_launchers
-from saccade.engine.calls import uncast
-from saccade.engine.first_order import applied
+from saccade.engine.calls import recordable, uncast
+from saccade.engine.first_order import applied, refuse_if_differentiated_forward
 from saccade.engine.flops import by_pairs
 from saccade.engine.gradient import function
 from saccade.engine.layout import Rows
@@ -105,8 +105,14 @@ class Ops:
                 return self.run(prepared, args, qkv, None)
         problem, chosen = prepared.problem, prepared.backend
         if chosen.attend is not None:
-            with uncast(args.query):
-                return chosen.attend(args, problem)
+            if problem.needs_grad and not torch.compiler.is_compiling():
+                args = self.record(*map(recordable, args[: self.tensors]), *args[self.tensors :])
+            try:
+                with uncast(args.query):
+                    return chosen.attend(args, problem)
+            except NotImplementedError as error:
+                refuse_if_differentiated_forward(error, problem, chosen.name)
+                raise
         if not problem.needs_grad:
             return self.forward(args, prepared.op_name)
         given = args[: self.fields.whole]

@@ -146,17 +146,17 @@ BY_HAND = {
 
 @functools.cache
 def _torch_with_ours() -> dict[str, Any]:
-    """Copies of the modules through which code reaches torch's function, with ours in its place."""
-    functional = _copy(F, {_NAME: scaled_dot_product_attention})
-    copied_nn = _copy(nn, {"functional": functional})
-    return {F.__name__: functional, nn.__name__: copied_nn, torch.__name__: _copy(torch, {"nn": copied_nn})}
+    """Modules in the places of those through which code reaches torch's function, with ours in its place."""
+    functional = _changed(F, {_NAME: scaled_dot_product_attention})
+    changed_nn = _changed(nn, {"functional": functional})
+    return {F.__name__: functional, nn.__name__: changed_nn, torch.__name__: _changed(torch, {"nn": changed_nn})}
 
 
-def _copy(module: types.ModuleType, changes: dict[str, Any]) -> types.ModuleType:
-    copied = types.ModuleType(module.__name__, module.__doc__)
-    # what torch imports later is found in the module itself
-    copied.__dict__.update({**module.__dict__, "__getattr__": functools.partial(getattr, module), **changes})
-    return copied
+def _changed(module: types.ModuleType, changes: dict[str, Any]) -> types.ModuleType:
+    made = types.ModuleType(module.__name__, module.__doc__)
+    # all else is looked up in the module itself, whatever is imported or patched there later
+    made.__dict__.update({"__getattr__": functools.partial(getattr, module), **changes})
+    return made
 
 
 def calling_ours(function: types.FunctionType) -> types.FunctionType | None:

@@ -41,7 +41,7 @@ from saccade.nm_sparse.problem import check_dense, parse_pattern
 _logger = logging.getLogger("saccade")
 
 _REGISTERED: set[str] = set()
-_TAKE_WINDOWS = frozenset(("auto", "ragged", "sdpa", "reference"))
+_TAKE_WINDOWS = frozenset(("auto", "long", "ragged", "sdpa", "reference"))
 _PACKS = frozenset(("auto", *(backend.name for backend in VARLEN_BACKENDS)))
 
 # arguments that change the result in a way that is not supported here; any value except None must stop the call

@@ -52,18 +52,18 @@ def kept_by_pattern(scores: Tensor, pattern: str, dense_first: int = 0, dense_re
 
 
 def kept_by_top_k(scores: Tensor, density: float) -> Tensor:
-    """The `scores [.., Tk]` that are among the `round(density * Tk)` largest of their row, at least one; bool."""
+    """The `scores [.., Tk]` that are among the `round(density * Tk)` largest of their row, at least one; bool. NaN ranks first."""
     _check_scores(scores)
     count = min(max(1, round(_density(density) * scores.shape[-1])), scores.shape[-1])
     best = scores.topk(count, dim=-1).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (scores > float("-inf"))
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (scores != float("-inf"))
 
 
 def kept_by_truncation(scores: Tensor, density: float) -> Tensor:
     """The paper's fixed pattern, the first `round(density * Tk)` keys of every row; bool."""
     _check_scores(scores)
     count = round(_density(density) * scores.shape[-1])
-    return (torch.arange(scores.shape[-1], device=scores.device) < count).expand_as(scores) & (scores > float("-inf"))
+    return (torch.arange(scores.shape[-1], device=scores.device) < count).expand_as(scores) & (scores != float("-inf"))
 
 
 def quality(scores: Tensor, kept: Tensor, p: float = 1.0) -> Tensor:
@@ -88,7 +88,7 @@ def quality(scores: Tensor, kept: Tensor, p: float = 1.0) -> Tensor:
     if scores.dim() < 2:
         raise InvalidArgument(f"scores has shape {list(scores.shape)}; it must be [.., Tq, Tk]")
     (p,) = _positive(p=p)
-    sees = (scores > float("-inf")).any(-1)
+    sees = (scores != float("-inf")).any(-1)
     # the sum of a row cancels, so softmax(p * scores) is A^p up to a factor
     powers = torch.softmax(p * scores.double().masked_fill(~sees.unsqueeze(-1), 0.0), dim=-1)
     share = (powers * kept).sum(-1).masked_fill(~sees, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -57,9 +58,7 @@ def _attend_flash(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, Ten
     after_q, after_k = (behind(ends, *args[:3]) for ends in (args.cu_seqlens_q, args.cu_seqlens_k))
     query, scale = scaled_as_torch_takes_it(after_q.of_input(args.query), args.scale)
     key, value = after_k.of_input(args.key), after_k.of_input(args.value)
-    options: Any = (
-        {"enable_gqa": problem.heads != problem.kv_heads} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    )
+    options: Any = {"enable_gqa": problem.heads != problem.kv_heads} if _takes_grouped() else {}
     found = varlen_attn(
         query, key, value, args.cu_seqlens_q, args.cu_seqlens_k, args.max_q, args.max_k,
         return_aux=AuxRequest(lse=problem.return_lse), scale=scale,
@@ -69,6 +68,14 @@ def _attend_flash(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, Ten
     if lse is not None:
         lse = lse.masked_fill(lse.isinf() | ~after_q.real(args.query)[:, 0], float("-inf"))
     return after_q.of_output(out), lse
+
+
+@functools.cache
+def _takes_grouped() -> bool:
+    """Whether torch's function has a flag for grouped heads. Its signature takes 22 us to read."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _why_not_grouped(problem: VarlenProblem) -> list[str]:
