@@ -70,6 +70,11 @@ class _Event:
         pass
 
 
+class _Generator:
+    def graphsafe_set_state(self, state):
+        pass
+
+
 @contextlib.contextmanager
 def _nothing(*given, **options):
     yield
@@ -99,6 +104,8 @@ def install(monkeypatch):
         "memory_reserved": lambda device=None: 0,
         "get_rng_state": lambda device=None: None,
         "set_rng_state": lambda state, device=None: None,
+        "set_stream": lambda stream: None,
+        "default_generators": [_Generator()],
     }
     for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from graphs_made import install
 from images_made import IMAGES, JOINT, made_joint, made_tower, pixels, texts
 
 import saccade
@@ -100,3 +101,23 @@ def test_weights_lie_side_by_side_until_it_is_restored():
 def test_what_is_fused():
     assert saccade.optimize(made_tower("vit")[0], fuse=False).served[0].fusion is None
     assert [one.fusion is not None for one in saccade.optimize(made_joint("clip")[0]).served] == [True, True]
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.xfail(strict=True, reason="all_reached keeps a graph whose buffers torch's compiler has donated to its backward")
+def test_a_training_step_is_captured_with_compiled_layers(monkeypatch):
+    """Each output has a backward of its own at the capture, and both run through the compiled layers."""
+    install(monkeypatch)
+    ours, theirs = made_tower("vit")
+    one = fused(ours)
+    for seed in range(2):
+        for model in (ours.train(), theirs.train()):
+            model.zero_grad()
+            out = model(pixel_values=pixels(3, seed))
+            (out.last_hidden_state.square().mean() + out.pooler_output.square().mean()).backward()
+        assert one.last == "captured: 3 rows in a graph of 4"
+        for (name, x), y in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert (x.grad is None) == (y.grad is None), name
+            if y.grad is not None:
+                torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+    assert not one.fusion.failed
