@@ -113,10 +113,10 @@ def _features(lengths):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", ["mean", "cls", "max"])
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_the_forward_of_the_model(folder, mode, dtype, in_pieces, monkeypatch):
-    if in_pieces:
-        monkeypatch.setattr(packing, "packed_on_host", lambda: 256)
+def test_the_forward_of_the_model(folder, mode, dtype, by, monkeypatch):
+    """C++ alone packs a large batch of the host in pieces."""
+    monkeypatch.setattr(packing, "packed_on_host", lambda: 256)
+    assert [len(packing.pieces_of(_features(x))) for x in LENGTHS] == ([1, 1, 1, 2, 4] if by == "c++" else [1] * 5)
     model = _model(folder, mode).to(dtype)
     with torch.inference_mode():
         there = [{name: x.cuda() for name, x in _features(lengths).items()} for lengths in LENGTHS]

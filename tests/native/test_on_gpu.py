@@ -84,7 +84,7 @@ def test_calls_are_taken(calls):
     ):
         before = len(calls)
         expected = call()
-        assert type(expected.grad_fn).__name__ != "saccade::KnownAttentionBackward"
+        assert expected.grad_fn.name() != "saccade::KnownAttentionBackward"
         assert len(calls) == before + 1
         dout = torch.randn_like(expected)
         gradients = torch.autograd.grad(expected, leaves, dout)
