@@ -10,6 +10,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -265,11 +266,8 @@ class Training:
         with _quiet(device), torch.inference_mode(False), torch.enable_grad(), _aliased(model, parameters) as leaves:
             with torch.cuda.stream(stream):
                 for _ in range(2):
-                    outputs = run(self.inputs)
-                    self.doutputs = tuple([torch.zeros_like(x) for x in outputs])
-                    # by output: whether it leads to each parameter
-                    self.reached = all_reached(outputs, leaves, self.doutputs)
-                del outputs
+                    # by output: its gradient, and whether it leads to each parameter
+                    self.doutputs, self.reached = all_reached(partial(run, self.inputs), leaves)
             stream.synchronize()
             with torch.cuda.graph(self.forward, pool=slot.pool, stream=stream, capture_error_mode="thread_local"):
                 outputs = run(self.inputs)
@@ -289,24 +287,25 @@ class Training:
         return found
 
 
-def _gradients(
-    outputs: Sequence[Tensor], leaves: list[Tensor], doutputs: Sequence[Tensor], keep: bool = False
-) -> tuple[Tensor | None, ...]:
+def _gradients(outputs: Sequence[Tensor], leaves: list[Tensor], doutputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """The gradients of leaves; an output before the first parameter that is trained has none to give."""
     pairs = [(x, dx) for x, dx in zip(outputs, doutputs, strict=True) if x.requires_grad]
-    given = [x for x, _ in pairs], leaves, [dx for _, dx in pairs]
-    return torch.autograd.grad(*given, allow_unused=True, retain_graph=keep)
+    return torch.autograd.grad([x for x, _ in pairs], leaves, [dx for _, dx in pairs], allow_unused=True)
 
 
-def all_reached(outputs: Sequence[Tensor], leaves: list[Tensor], doutputs: Sequence[Tensor]) -> list[list[bool]]:
-    """By output: whether it leads to each of the leaves. Every output's backward runs, the last one's without keeping its graph, which
-    torch.compile may not be able to keep."""
-    found = [[False] * len(leaves) for _ in outputs]
-    trained = [i for i, x in enumerate(outputs) if x.requires_grad]
-    for i in trained:
-        given = _gradients([outputs[i]], leaves, [doutputs[i]], keep=i != trained[-1])
-        found[i] = [x is not None for x in given]
-    return found
+def all_reached(run: Callable[[], Sequence[Tensor]], leaves: list[Tensor]) -> tuple[tuple[Tensor, ...], list[list[bool]]]:
+    """By output: a gradient of zeros, and whether it leads to each of the leaves.
+
+    Every output's backward runs, each through a forward of its own. torch.compile may have donated the buffers of a graph to its backward, which then
+    cannot be kept for a second one.
+    """
+    outputs = run()
+    doutputs, found = tuple([torch.zeros_like(x) for x in outputs]), []
+    for i, dx in enumerate(doutputs):
+        outputs = run() if i else outputs
+        given = _gradients([outputs[i]], leaves, [dx]) if outputs[i].requires_grad else [None] * len(leaves)
+        found.append([x is not None for x in given])
+    return doutputs, found
 
 
 def fill(into: Sequence[Tensor], given: Sequence[Tensor | None], reached: list[list[bool]]) -> list[bool]:
