@@ -10,8 +10,9 @@ from images_made import made_tower, pixels
 
 import saccade
 from saccade.encoders import base
-from saccade.encoders.fused import parts_of
+from saccade.encoders.fused import Fusion, parts_of
 from saccade.encoders.images import Batched, Rows
+from saccade.encoders.state import State
 
 FORWARD, BACKWARD = (base._EXAMPLE, False), (base._TRAINING_EXAMPLE, True)
 
@@ -115,6 +116,24 @@ def test_a_run_for_backward_draws_no_numbers_and_leaves_no_gradient(told):
     assert runs == [(256, True)]
     assert torch.equal(torch.get_rng_state(), before)
     assert all(x.grad is None for x in one.model.parameters())
+
+
+def test_outputs_without_a_gradient_and_parameters_that_no_output_reads():
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    state, fusion = State(model), Fusion(model)
+    runs = []
+
+    def run():
+        runs.append(0)
+        return model[0](torch.ones(1, 2)), torch.ones(2)
+
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            fork = torch.random.fork_rng
+            patch.setattr(torch.random, "fork_rng", lambda devices, fork=fork: fork([]))
+            fusion.ready_to_train(state, state.read(), run)
+    assert not fusion.failed
+    assert len(runs) == 1
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD], ids=["forward", "backward"])

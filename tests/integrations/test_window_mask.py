@@ -102,6 +102,16 @@ def test_padding_takes_the_mask(name, windows):
     assert windows == [None, None]
 
 
+@pytest.mark.parametrize("name", ["Mistral", "ModernBert"])
+def test_a_compiled_model_takes_the_mask(name, windows):
+    ours, theirs = pair(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    for length in (13, 17):
+        torch.testing.assert_close(compiled(tokens(length=length))[0], theirs(tokens(length=length))[0], rtol=1e-9, atol=1e-9)
+    assert set(windows) == {None}
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["Mistral", "Qwen2", "Gemma3Text"])
 def test_generation_past_the_window(name, cache):
