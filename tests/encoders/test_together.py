@@ -141,6 +141,16 @@ def test_a_token_that_may_begin_in_a_text_and_end_in_the_last_one(last, other):
     assert together(found, LIMIT) is None
 
 
+def test_letters_at_an_end_would_continue_a_word():
+    found = special(word_piece())
+    found.add_special_tokens([AddedToken("e]", normalized=False, special=True)])
+    found.post_processor = processors.TemplateProcessing("$A e]", None, [("e]", found.token_to_id("e]"))])
+    found.add_tokens([AddedToken("foo", normalized=False, single_word=True)])
+    assert found.encode("foo").tokens == ["foo", "e]"]
+    assert found.encode("fooe]").tokens[0] != "foo"
+    assert together(found, LIMIT) is None
+
+
 def test_random_merges_are_not_joined():
     found = special(byte_level())
     assert together(found, LIMIT) is not None

@@ -63,12 +63,17 @@ CALLS |= {
 CALLS |= {f"{name}, {backend}": (name, packed(backend)) for name in ("ends", "long ends") for backend in ("ragged", *TORCHS)}
 CALLS |= {
     f"{name} of N:M, {backend}": (name.rpartition(" ")[2], sparse(argument, backend))
-    for name, argument in (("mask", "attn_mask"), ("bias", "attn_mask"), ("block_mask", "block_mask"))
+    for name, argument in (("mask", "attn_mask"), ("bias", "attn_mask"), ("block_mask", "block_mask"), ("lengths", "lengths"))
     for backend in ("masked", "reference")
 }
 CALLS |= {
-    f"{name}, {backend}": (name, dynamic(argument, backend))
-    for name, argument in (("documents", "document_ids"), ("scores", "key_scores"), ("ends", "cu_seqlens"))
+    f"{name} of dynamic masks, {backend}": (name, dynamic(argument, backend))
+    for name, argument in (
+        ("documents", "document_ids"),
+        ("scores", "key_scores"),
+        ("ends", "cu_seqlens"),
+        ("lengths", "lengths"),
+    )
     for backend in ("gather", "gather_torch", "reference")
 }
 CALLS["documents, both sides"] = "documents", dynamic("document_ids", "auto", is_causal=False)
