@@ -36,7 +36,8 @@ SHAPES = (
 )  # fmt: skip
 _WHOLE = ("exact/cpu.py", "encoders/*", "distributed/*")  # no kernels: every file counts
 # files that only those rows of `encoders` run which begin with strings
-_STRINGS, _OF_STRINGS = "from strings", {"pipeline.py", "prefix.py", "strings.py", "together.py", "tokens.py"}
+_STRINGS = "from strings"
+_OF_STRINGS = {f"src/saccade/encoders/{name}.py" for name in ("pipeline", "prefix", "strings", "together", "tokens")}
 # table, by the longest beginning that fits -> the code whose speed or accuracy it measures, below src/saccade
 MEASURED: dict[str, tuple[str, ...]] = {
     "short": (_SHORT,),
@@ -149,8 +150,7 @@ def _judged(path: Path) -> tuple[list[dict[str, str]], dict[Kind, set[str]], str
     now = {name: blob for name, blob in _tree("HEAD").items() if is_measured(name, patterns_of(path.stem), blob)}
     kinds = {_kind(path, row) for row in rows}
     changed = {
-        kind: {name for name, blob in now.items() if _is_run(path.stem, kind, name) and not _is_in(name, blob, *kind)}
-        for kind in kinds
+        kind: {name for name, blob in now.items() if _is_run(kind, name) and not _is_in(name, blob, *kind)} for kind in kinds
     }
     return rows, changed, ""
 
@@ -166,9 +166,9 @@ def _kind(path: Path, row: Mapping[str, str]) -> Kind:
     return row["commit"], is_by_launches(path.stem, row), problem
 
 
-def _is_run(table: str, kind: Kind, name: str) -> bool:
+def _is_run(kind: Kind, name: str) -> bool:
     """Whether rows of a kind run a file."""
-    return table != "encoders" or kind[2] == _STRINGS or Path(name).name not in _OF_STRINGS
+    return kind[2] == _STRINGS or name not in _OF_STRINGS
 
 
 def is_by_launches(table: str, row: Mapping[str, str]) -> bool:

@@ -248,6 +248,13 @@ def test_only_rows_of_strings_run_the_files_of_strings(repository, tmp_path):
     assert [row["problem"] for row in stale.older_rows(path)] == problems
 
 
+@pytest.mark.parametrize("name", ["encoders", "windows"])
+def test_kernels_whose_file_has_the_name_of_one_of_strings_count(repository, tmp_path, name):
+    old = repository("src/saccade/exact/ragged/tokens.py", KERNEL)
+    repository("src/saccade/exact/ragged/tokens.py", KERNEL.replace("return x ", "return 2 * x "))
+    assert table(tmp_path, old, name).stale == 1
+
+
 def test_tables_of_launches_are_tables_of_exact_attention():
     """Others have problems that `tools.launches` does not read; a table of whole calls has none of its rows there."""
     assert {pattern for name in stale.BY_LAUNCHES for pattern in stale.patterns_of(name)} <= {

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import saccade
@@ -210,6 +211,36 @@ def test_backward_frees_what_was_saved():
         loss.backward()
 
 
+def test_backward_holds_no_tensor_that_it_unpacked():
+    given, unpacked = rows(), []
+
+    def unpack(x):
+        found = x.clone()
+        unpacked.append(weakref.ref(found))
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        out = in_no_ring(*given)
+    torch.autograd.grad(out.sum(), given, retain_graph=True)
+    gc.collect()
+    assert len(unpacked) >= 4
+    assert [of() for of in unpacked] == [None] * len(unpacked)
+    assert out.grad_fn is not None
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_backward_has_the_setting_of_forward(is_causal):
+    given, found = rows(), []
+
+    def context(mesh, **buffers):
+        found.append(ring._settings().enable_load_balance)
+        return contextlib.nullcontext()
+
+    out = ring._Ring.apply(*given, is_causal, None, OneRank(), context)
+    torch.autograd.grad(out.sum(), given)
+    assert found == [is_causal] * 2
+
+
 def test_second_derivatives_are_refused():
     given = rows()
     (dq,) = torch.autograd.grad(in_no_ring(*given).sum(), given[:1], create_graph=True)
@@ -217,8 +248,11 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(dq.sum(), given[1])
 
 
-def test_an_output_that_is_changed_is_noticed():
-    out = in_no_ring(*rows())
+@pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+def test_an_output_that_is_changed_is_noticed(kernel):
+    """Whether torch's own backward reads it or not."""
+    with sdpa_kernel(kernel):
+        out = in_no_ring(*rows())
     loss = out.sum()
     with torch.no_grad():
         out.zero_()

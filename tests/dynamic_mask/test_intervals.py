@@ -48,6 +48,12 @@ def test_intervals_are_the_ranking_of_every_query(selection):
     assert torch.equal(visible(start, stop, q_len), kept(scores, keep, q_len, is_causal, lengths, documents))
 
 
+def test_more_queries_than_keys_see_the_same_keys():
+    scores = torch.tensor([[[1.0, 3.0, 2.0, 0.0, 5.0]]])
+    start, stop = intervals(scores, 2, 8, False, None, None)
+    assert torch.equal(visible(start, stop, 8), torch.tensor([False, True, False, False, True]).expand(1, 1, 8, 5))
+
+
 @hypothesis.given(selections())
 def test_documents_as_one_order(selection):
     """Kernels without documents, given the ranks by document, compute what documents mean."""

@@ -111,6 +111,15 @@ def test_text_towers_take_a_mask_of_the_shape_of_the_ids():
     assert "inputs_embeds is given" in one.refused_arguments({"input_ids": ids, "inputs_embeds": mask})
 
 
+def test_outputs_have_memory_of_their_own():
+    one = saccade.optimize(made_tower("vit")[0]).served[0]
+    memory = torch.randn(4, 2)
+    for rows in (4, 3):
+        (found,) = one.cut([memory], ["last_hidden_state"], {"pixel_values": pixels(rows)})
+        assert torch.equal(found, memory[:rows])
+        assert found.data_ptr() != memory.data_ptr()
+
+
 def test_rows_behind_the_batch_hold_nothing_of_the_last_one():
     ids, mask = texts(4)
     batch = {"input_ids": ids, "attention_mask": mask}

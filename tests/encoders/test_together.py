@@ -77,6 +77,15 @@ def test_only_groups_that_name_the_last_token_are_read_alone(pair):
     assert [ids.tolist(), lengths.tolist()] == ids_of(alone, texts)
 
 
+@pytest.mark.parametrize("words", range(LIMIT + 2))
+def test_first_words_of_any_number_of_tokens(words):
+    """Behind words that vanish are others, which count unless the first words fill the limit."""
+    joined, alone = copies(special(word_piece()), LIMIT, certain=True)
+    texts = ["b", "a " * words + "\u200b " * 400 + "a b c"]
+    assert len(joined.cut(texts)[1]) < len(texts[1])
+    assert ids_of(joined, texts) == ids_of(alone, texts)
+
+
 def test_long_texts_are_cut_as_alone():
     joined, alone = copies(special(word_piece()), LIMIT, certain=True)
     vanish = "\u200b " * 400 + "a b c"  # its first words give no token
@@ -117,6 +126,29 @@ NOT_JOINED = {
 def test_what_is_not_joined(name):
     assert together(special(word_piece()), LIMIT) is not None
     assert together(other(NOT_JOINED[name]), LIMIT) is None
+
+
+@pytest.mark.parametrize(("last", "other"), [("||", None), ("[e[", None), ("[SEP]", "é["), ("[SEP]", "é[S"), ("[SEP]", "]é")])
+def test_a_token_that_may_begin_in_a_text_and_end_in_the_last_one(last, other):
+    """The joined text would have as many last tokens as there are texts, some of them elsewhere."""
+    found = special(word_piece())
+    found.add_special_tokens([AddedToken(last, normalized=False, special=True)])
+    ends = [(x, found.token_to_id(x)) for x in ("[CLS]", last)]
+    found.post_processor = processors.TemplateProcessing(f"[CLS] $A {last}", None, ends)
+    if other is not None:
+        assert together(found, LIMIT) is not None
+        found.add_tokens([AddedToken(other, normalized=False)])
+    assert together(found, LIMIT) is None
+
+
+def test_letters_at_an_end_would_continue_a_word():
+    found = special(word_piece())
+    found.add_special_tokens([AddedToken("e]", normalized=False, special=True)])
+    found.post_processor = processors.TemplateProcessing("$A e]", None, [("e]", found.token_to_id("e]"))])
+    found.add_tokens([AddedToken("foo", normalized=False, single_word=True)])
+    assert found.encode("foo").tokens == ["foo", "e]"]
+    assert found.encode("fooe]").tokens[0] != "foo"
+    assert together(found, LIMIT) is None
 
 
 def test_random_merges_are_not_joined():

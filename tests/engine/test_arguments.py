@@ -80,7 +80,9 @@ def test_plain_numbers_of_other_kinds_are_numbers(call, scale):
 
 
 @every
-@pytest.mark.parametrize("scale", ["a", [0.5], 1j, object, np.zeros(()), float("inf"), b"1"], ids=repr)
+@pytest.mark.parametrize(
+    "scale", ["a", [0.5], 1j, object, np.zeros(()), float("inf"), b"1", pytest.param(10**400, id="beyond floats")], ids=repr
+)
 def test_what_is_no_scale(call, scale):
     for _ in range(2):
         with pytest.raises(saccade.InvalidArgument, match=r"^scale is .*; it must be a finite number, or None for 1/sqrt\(D\)$"):

@@ -47,6 +47,47 @@ def test_alternating_tensors_are_read_once_each_on_a_gpu(checks):
     assert len(checks) == 4
 
 
+def test_another_device_than_the_cpu_is_asked_once_for_each_version_and_use(checks):
+    """A look at a tensor of such a device would wait for it; one without numbers stands for it here."""
+    tensor, other, asked = torch.empty(2, device="meta"), torch.empty(2, device="meta"), []
+
+    def uses(*about):
+        for x in about:
+            module.check_once(tensor, x, lambda x=x: asked.append(x))
+
+    uses("a", "a", "b", "b", "a")
+    assert asked == ["a", "b", "a"]
+    tensor.zero_()
+    uses("a")
+    module.check_once(other, "a", lambda: asked.append("other"))
+    uses("a")
+    assert asked == ["a", "b", "a", "a", "other"]
+
+
+@pytest.mark.parametrize("backend", ["short", "ragged", "shared_bias"])
+def test_values_that_nobody_could_read_are_clamped(backend, monkeypatch):
+    """As those of a captured graph, which are written once it is replayed."""
+    monkeypatch.setattr(module, "check_length_values", lambda *given: None)
+    found = []
+    for lengths in (of(9, -3), of(5, 0)):
+        torch.manual_seed(0)
+        memory = [torch.randn(2, 2, 12, 16, device=DEVICE) for _ in range(3)]
+        given = [x[:, :, :5].requires_grad_() for x in memory]
+        bias = torch.randn(2, 5, 5, device=DEVICE) if backend != "ragged" else None
+        out = saccade.attention(*given, bias, lengths=lengths, backend=backend)
+        found.append([out, *torch.autograd.grad(out.square().sum(), given)])
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_the_oldest_is_forgotten_first(checks):
+    held, asked = [torch.empty(1, device="meta") for _ in range(module._MAX_TENSORS + 1)], []
+    for x in [*held[:9], held[0], *held[9:]]:
+        module.check_once(x, 0 if x is not held[0] else len(asked), lambda: asked.append(0))
+    assert id(held[0]) in module._CHECKED
+    assert id(held[1]) not in module._CHECKED
+
+
 def test_a_change_is_noticed_among_others(checks):
     first, second = of(3, 5), of(1, 2)
     for _ in range(2):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import saccade
+from saccade.engine.calls import recordable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 T = 6
@@ -62,12 +63,17 @@ CALLS |= {
 CALLS |= {f"{name}, {backend}": (name, packed(backend)) for name in ("ends", "long ends") for backend in ("ragged", *TORCHS)}
 CALLS |= {
     f"{name} of N:M, {backend}": (name.rpartition(" ")[2], sparse(argument, backend))
-    for name, argument in (("mask", "attn_mask"), ("bias", "attn_mask"), ("block_mask", "block_mask"))
+    for name, argument in (("mask", "attn_mask"), ("bias", "attn_mask"), ("block_mask", "block_mask"), ("lengths", "lengths"))
     for backend in ("masked", "reference")
 }
 CALLS |= {
-    f"{name}, {backend}": (name, dynamic(argument, backend))
-    for name, argument in (("documents", "document_ids"), ("scores", "key_scores"), ("ends", "cu_seqlens"))
+    f"{name} of dynamic masks, {backend}": (name, dynamic(argument, backend))
+    for name, argument in (
+        ("documents", "document_ids"),
+        ("scores", "key_scores"),
+        ("ends", "cu_seqlens"),
+        ("lengths", "lengths"),
+    )
     for backend in ("gather", "gather_torch", "reference")
 }
 CALLS["documents, both sides"] = "documents", dynamic("document_ids", "auto", is_causal=False)
@@ -90,6 +96,16 @@ def test_gradients_are_those_of_other_tensors(name):
         given = MADE[made]()
     assert given.is_inference()
     torch.testing.assert_close(gradient(call, given), gradient(call, MADE[made]()), rtol=0, atol=0)
+
+
+def test_copies_are_made_outside_of_inference_mode_alone():
+    with torch.inference_mode():
+        made = MADE["mask"]()
+        assert recordable(made) is made
+    copied = recordable(made)
+    assert copied.data_ptr() != made.data_ptr()
+    assert recordable(copied) is copied
+    assert recordable(None) is None
 
 
 def test_a_change_after_forward_leaves_the_gradient_as_it_was():

@@ -122,6 +122,18 @@ def gradients(args, dout, config=None):
     return out, lse, *launchers.backward(args, dout, None, out, lse, bias_grad=True, packed=None, config=config)
 
 
+@pytest.mark.parametrize("tokens", [1, 33, 65])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_key_behind_whole_tiles(form, tokens):
+    args, dout = record(rows=2, tokens=tokens, keys=tokens)
+    out, _, *found = gradients(args, dout, FORMS[form])
+    given = [x.clone().requires_grad_() for x in (args.query, args.key, args.value, args.bias)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*given)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    for x, y in zip(found, torch.autograd.grad(expected, given, dout), strict=True):
+        torch.testing.assert_close(x.view(y.shape), y, rtol=1e-4, atol=1e-4)
+
+
 def test_forms_agree_and_repeat_their_bits():
     args, dout = record(rows=3, heads=1)
     first = gradients(args, dout, FORMS["apart"])

@@ -198,6 +198,21 @@ def test_emulated_far_scores(emulated, case):
     check_far_scores(case, "cpu", outputs_of)
 
 
+@needs_emulator
+def test_emulated_far_scores_of_a_row_s_own_key(emulated):
+    """The last row of a block of 32, which begins 7 rows in front of the second problem: query 24, whose own key outweighs all others."""
+    case = Case("far-own-key", 1, 2, 2, 39, 39, 32, is_causal=True, lse_grad=True)
+    inputs = far_scores(case, "cpu")
+    key = inputs.key.clone()
+    key[:, :, 24] = 4000 * inputs.query[:, :, 24].sign()
+    given = replace(inputs, key=key)
+    ours = outputs_of(case, given)
+    theirs = differentiate(public_call(case, "reference", True), given.to(torch.float64), 0, True)
+    for name in ("dv", "dk"):
+        expected = theirs[name][:, :, 24].to(ours[name].dtype)
+        torch.testing.assert_close(ours[name][:, :, 24], expected, rtol=0.01, atol=0.01 * expected.abs().amax().item())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", FAR_CASES, ids=str)
 def test_far_scores(case):

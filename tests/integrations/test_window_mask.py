@@ -102,6 +102,16 @@ def test_padding_takes_the_mask(name, windows):
     assert windows == [None, None]
 
 
+@pytest.mark.parametrize("name", ["Mistral", "ModernBert"])
+def test_a_compiled_model_takes_the_mask(name, windows):
+    ours, theirs = pair(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    for length in (13, 17):
+        torch.testing.assert_close(compiled(tokens(length=length))[0], theirs(tokens(length=length))[0], rtol=1e-9, atol=1e-9)
+    assert set(windows) == {None}
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["Mistral", "Qwen2", "Gemma3Text"])
 def test_generation_past_the_window(name, cache):
@@ -157,6 +167,8 @@ def test_the_mask_is_formed_for_whoever_computes_with_it():
     assert torch.equal(mask & True, expected)
     assert not mask.holds_for(query, query)
     assert torch.equal(copy.deepcopy(mask).formed(), expected)
+    mask[:, :, 0] = False
+    assert not copy.deepcopy(mask)[:, :, 0].any()
 
 
 def test_functions_that_are_windows_alone():
@@ -177,6 +189,25 @@ def test_functions_that_are_windows_alone():
     assert window_mask.window_mask(causal, None, 1, 1, places) is None
     assert window_mask.window_mask(causal, torch.ones(1, 9), 9, 9, places) is None
     assert window_mask.window_mask(causal, None, 9, 9, places | {"kv_offset": 3}) is None
+    assert window_mask.window_of(code.sliding_window_causal_mask_function(0)) is None
+
+
+def test_both_parts_of_gemma_s_window_have_one_width():
+    from transformers.models.gemma3.modeling_gemma3 import _bidirectional_window_overlay as overlay
+
+    code = transformers.masking_utils
+    of = lambda left, right: code.or_masks(code.sliding_window_causal_mask_function(left), overlay(right))  # noqa: E731
+    assert [window_mask.window_of(of(6, right)) for right in (5, 6, 7)] == [None, (5, 5), None]
+
+
+def test_packed_rows_whose_windows_are_not_those_of_the_row():
+    one, two = (torch.zeros(rows, 1, 5, 4) for rows in (1, 2))
+    mask, masks = (WindowMask(rows, 5, (1, 0), torch.device("cpu")) for rows in (1, 2))
+    ends, others = (torch.tensor([0, x, 5]) for x in (2, 3))
+    assert window_mask.window_for(mask, one, one, ends, None) == window_mask.window_for(mask, one, one, ends, ends) == (1, 0)
+    assert window_mask.window_for(mask, one, one, ends, others) is None
+    assert window_mask.window_for(masks, two, two, ends, ends) is None
+    assert window_mask.window_for(masks, two, two, None, None) == (1, 0)
 
 
 @pytest.mark.parametrize("backend", ["auto", *(known.name for known in BACKENDS)])

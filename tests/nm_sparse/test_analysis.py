@@ -68,6 +68,10 @@ def test_densities_are_what_is_kept():
     assert (scores.masked_fill(~analysis.kept_by_top_k(scores, 0.25), math.inf).amin(-1) >= scores.sort(-1).values[:, 150]).all()
 
 
+def test_top_k_keeps_at_least_one():
+    assert (analysis.kept_by_top_k(normal_scores(1.0, 4, 20), 0.0).sum(-1) == 1).all()
+
+
 def test_nan_is_visible_and_ranks_first():
     """As in `nm_sparse_attention`, so that it shows in what is measured."""
     scores = torch.tensor([[1.0, math.nan, 3.0, -math.inf], [math.nan, -math.inf, -math.inf, -math.inf]])

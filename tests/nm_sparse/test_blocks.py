@@ -32,6 +32,16 @@ def test_the_newest_block_counts(block, usual):
     assert usual()
 
 
+@pytest.mark.parametrize(("block", "usual"), SETTINGS)
+def test_of_several_blocks_the_newest_that_runs_counts(block, usual):
+    with block(False):
+        with block():
+            with block(False):
+                assert usual()
+            assert not usual()
+        assert usual()
+
+
 def test_torch_s_deterministic_algorithms_outweigh_a_block(monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     with saccade.nm_sparse.unordered_gradients():

@@ -710,6 +710,7 @@ def test_parts_are_combined(monkeypatch, head_dim, dtype):
     sums[4, 7], outs[4, 7] = torch.tensor([1e30, 0.0]), 0  # a part without a visible key
     sums[:4, 9, 1], outs[:4, 9] = 0, 0  # a row without a visible key
     sums[2, 11, 1] = float("nan")
+    sums[3, 13, 0] = -300  # the last part has weights beside which float32 holds no others
     out = torch.full((batch, q_len, heads, head_dim), 77.0, dtype=dtype).transpose(1, 2)
     lse = torch.full((batch, heads, q_len), 77.0)
     last_wave.combine(last_wave.Parts(outs, sums), out, lse, plan)

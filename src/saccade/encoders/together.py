@@ -105,6 +105,8 @@ def together(tokenizer: Any, limit: int | None) -> Together | None:
         return None
     if any(x.content in y.content for x in edges for y in known.values()):
         return None  # the longer one might begin in a text
+    if any(_overlap(x.content, y.content) for x in edges for y in (*known.values(), *edges)):
+        return None  # one might begin in a text and end in the other
     between = "".join([tokenizer.id_to_token(i) for i in (*after, *before)])
     found = Together(tokenizer, before, after, between, limit)
     return found if _agrees(found) else None
@@ -116,6 +118,11 @@ def _is_plain(token: Any, normalized: bool) -> bool:
         return False
     ends = token.content[:1] + token.content[-1:]
     return not (token.lstrip or token.rstrip or token.single_word or any(x.isalnum() or x.isspace() for x in ends))
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether one of two tokens ends as the other begins. A token that begins as it ends overlaps itself."""
+    return any(one[-n:] == other[:n] or other[-n:] == one[:n] for n in range(1, min(len(one), len(other))))
 
 
 def _agrees(found: Together) -> bool:
