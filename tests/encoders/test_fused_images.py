@@ -24,6 +24,14 @@ def fused(model):
     return one
 
 
+@pytest.fixture
+def captures(monkeypatch):
+    """Captures by a dispatch mode, under which torch's compiler passes over a layer for good."""
+    install(monkeypatch)
+    yield
+    torch.compiler.reset()
+
+
 def inputs_of(batch):
     found = Rows(next(iter(batch.values())).shape[0], form_of(batch), torch.device("cpu"))
     found.load(batch)
@@ -104,9 +112,8 @@ def test_what_is_fused():
 
 
 @pytest.mark.unpoisoned
-def test_a_training_step_is_captured_with_compiled_layers(monkeypatch):
+def test_a_training_step_is_captured_with_compiled_layers(captures):
     """Each output has a backward of its own at the capture, and both run through the compiled layers."""
-    install(monkeypatch)
     ours, theirs = made_tower("vit")
     one = fused(ours)
     for seed in range(2):
