@@ -35,9 +35,12 @@ SHAPES = (
     "sm90.py", "token_launches.py", "tokens_sm90.py",
 )  # fmt: skip
 _WHOLE = ("exact/cpu.py", "encoders/*", "distributed/*")  # no kernels: every file counts
-# files that only those rows of `encoders` run which begin with strings
-_STRINGS = "from strings"
-_OF_STRINGS = {f"src/saccade/encoders/{name}.py" for name in ("pipeline", "prefix", "strings", "together", "tokens")}
+# kind of rows of `encoders` -> files that no other rows of it run
+_STRINGS, _TRAINING = "from strings", "training"
+_ONLY = {
+    **{f"src/saccade/encoders/{name}.py": _STRINGS for name in ("pipeline", "prefix", "strings", "together", "tokens")},
+    "src/saccade/encoders/training.py": _TRAINING,
+}
 # table, by the longest beginning that fits -> the code whose speed or accuracy it measures, below src/saccade
 MEASURED: dict[str, tuple[str, ...]] = {
     "short": (_SHORT,),
@@ -133,7 +136,7 @@ def older_rows(path: Path) -> list[dict[str, str]]:
     return _older(path, rows, changed)
 
 
-# of rows: their commit, whether they measure launches alone, and the problem in tables whose problems are launched for comparison, or `_STRINGS`
+# of rows: their commit, whether they measure launches alone, and the problem in tables whose problems are launched for comparison, or what they run
 Kind = tuple[str, bool, str]
 
 
@@ -149,9 +152,14 @@ def _judged(path: Path) -> tuple[list[dict[str, str]], dict[Kind, set[str]], str
         return rows, {}, f"this checkout has no commit {missing[0]}"
     now = {name: blob for name, blob in _tree("HEAD").items() if is_measured(name, patterns_of(path.stem), blob)}
     kinds = {_kind(path, row) for row in rows}
-    changed = {
-        kind: {name for name, blob in now.items() if _is_run(kind, name) and not _is_in(name, blob, *kind)} for kind in kinds
-    }
+    changed = {}
+    for commit, by_launches, about in kinds:
+        problem = about if path.stem in BY_LAUNCHES else ""
+        changed[commit, by_launches, about] = {
+            name
+            for name, blob in now.items()
+            if _ONLY.get(name, about) == about and not _is_in(name, blob, commit, by_launches, problem)
+        }
     return rows, changed, ""
 
 
@@ -161,14 +169,11 @@ def _older(path: Path, rows: list[dict[str, str]], changed: dict[Kind, set[str]]
 
 def _kind(path: Path, row: Mapping[str, str]) -> Kind:
     problem = row.get("problem", "")
-    if path.stem not in BY_LAUNCHES:
-        problem = _STRINGS if path.stem == "encoders" and _STRINGS in problem else ""
+    if path.stem == "encoders":
+        problem = _STRINGS if _STRINGS in problem else "" if row.get("direction") == "fwd" else _TRAINING
+    elif path.stem not in BY_LAUNCHES:
+        problem = ""
     return row["commit"], is_by_launches(path.stem, row), problem
-
-
-def _is_run(kind: Kind, name: str) -> bool:
-    """Whether rows of a kind run a file."""
-    return kind[2] == _STRINGS or name not in _OF_STRINGS
 
 
 def is_by_launches(table: str, row: Mapping[str, str]) -> bool:

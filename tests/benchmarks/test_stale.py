@@ -237,15 +237,14 @@ def test_stale_rows_are_those_of_the_older_commits(repository, tmp_path):
     assert (stale.verdict(path).stale, stale.verdict(path).rows) == (3, 5)
 
 
-def test_only_rows_of_strings_run_the_files_of_strings(repository, tmp_path):
-    old = repository("src/saccade/encoders/together.py", "def joined(texts):\n    return texts\n")
-    repository("src/saccade/encoders/together.py", "def joined(texts):\n    return list(texts)\n")
+@pytest.mark.parametrize(("file", "run_by"), [("together", [2]), ("training", [1]), ("graphs", [0, 1, 2])])
+def test_rows_of_encoders_are_older_than_what_they_run(repository, tmp_path, file, run_by):
+    old = repository(f"src/saccade/encoders/{file}.py", "def joined(texts):\n    return texts\n")
+    repository(f"src/saccade/encoders/{file}.py", "def joined(texts):\n    return list(texts)\n")
     path = tmp_path / "encoders.csv"
-    problems = ["MiniLM B=8 sentences=256 mean=20", "MiniLM encode from strings texts=2048 mean=20 float32"]
-    path.write_text("table,problem,commit\n" + "".join(f"encoders,{x},{old}\n" for x in problems))
-    assert [row["problem"] for row in stale.older_rows(path)] == problems[1:]
-    repository("src/saccade/encoders/graphs.py", "def replayed():\n    return 1\n")
-    assert [row["problem"] for row in stale.older_rows(path)] == problems
+    rows = ["MiniLM B=8 sentences=256,fwd", "MiniLM B=8 sentences=8,fwd+bwd", "MiniLM encode from strings texts=2048,fwd"]
+    path.write_text("table,problem,direction,commit\n" + "".join(f"encoders,{x},{old}\n" for x in rows))
+    assert [row["problem"] for row in stale.older_rows(path)] == [rows[i].split(",")[0] for i in run_by]
 
 
 @pytest.mark.parametrize("name", ["encoders", "windows"])

@@ -14,7 +14,7 @@ from encoders_made import MODELS, SIZES, made, padded
 from torch import nn
 
 import saccade
-from saccade.encoders import graphs, joined
+from saccade.encoders import joined, training
 from saccade.encoders.attention import Borders
 from saccade.encoders.fused import Fusion, join_products, parts_of
 from saccade.encoders.views import Out, move_views_out, with_views
@@ -52,7 +52,7 @@ def computed(run, one, lengths):
 def test_outputs_and_gradients_at_any_number_of_tokens(name):
     one = fused(name)
     parameters = [x for x in one.model.parameters() if x.requires_grad]
-    with graphs._aliased(one.model, parameters) as leaves:  # as captures find a model
+    with training._aliased(one.model, parameters) as leaves:  # as captures find a model
         for lengths in [(5, 9, 7), (3, 1), (12, 12, 8)]:  # 32 tokens are the width of the model too
             outputs = [computed(run, one, lengths) for run in (one.run, one.run_fused)]
             torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,7 @@ from graphs_made import install
 from images_made import IMAGES, JOINT, made_joint, made_tower, pixels, texts
 
 import saccade
-from saccade.encoders import graphs
+from saccade.encoders import training
 from saccade.encoders.fused import parts_of
 from saccade.encoders.images import Rows, form_of
 
@@ -40,7 +40,7 @@ def inputs_of(batch):
 
 def same_gradients(one, inputs):
     parameters = [x for x in one.model.parameters() if x.requires_grad]
-    with graphs._aliased(one.model, parameters) as leaves:  # as captures find a model
+    with training._aliased(one.model, parameters) as leaves:  # as captures find a model
         found = []
         for run in (one._run_stock, one.outputs):
             outputs = [x for x in run(inputs) if x.requires_grad]

@@ -12,7 +12,7 @@ import transformers
 from images_made import IMAGES, JOINT, made_joint, made_tower, pixels, texts
 
 import saccade
-from saccade.encoders import graphs, images
+from saccade.encoders import images, training
 from saccade.encoders.capacity import ROWS, rows_captured, rows_up_to
 
 
@@ -135,13 +135,13 @@ def test_rows_behind_the_batch_hold_nothing_of_the_last_one():
 def test_an_output_that_no_loss_reads_gives_no_gradient():
     shared, pooler, unread = (torch.ones(2, requires_grad=True) for _ in range(3))
     leaves = [shared, pooler, unread]
-    doutputs, reached = graphs.all_reached(lambda: [shared * 2, shared * pooler, torch.ones(2)], leaves)
+    doutputs, reached = training.all_reached(lambda: [shared * 2, shared * pooler, torch.ones(2)], leaves)
     assert [x.tolist() for x in doutputs] == [[0, 0]] * 3
     assert reached == [[True, False, False], [True, True, False], [False, False, False]]
     memory = [torch.full((2,), 7.0) for _ in doutputs]
-    assert graphs.fill(memory, [torch.ones(2), None, None], reached) == [True, False, False]
+    assert training.fill(memory, [torch.ones(2), None, None], reached) == [True, False, False]
     assert [x.tolist() for x in memory] == [[1, 1], [0, 0], [0, 0]]
-    assert graphs.fill(memory, [None, torch.ones(2), None], reached) == [True, True, False]
+    assert training.fill(memory, [None, torch.ones(2), None], reached) == [True, True, False]
 
 
 def test_forms_are_few():

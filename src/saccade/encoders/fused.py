@@ -109,7 +109,7 @@ class Fusion:
         """For `explain`."""
         if self.failed:
             return f"not fused: {self.failed}"
-        if self.seconds == 0 and not self._ready:
+        if self.seconds == 0:
             return "fused by torch.compile at its first capture"
         moved = sum([x.holds() for x in self._joined])
         return f"fused by torch.compile, which took {self.seconds:.1f} s for forward; {moved} weights and biases lie side by side"

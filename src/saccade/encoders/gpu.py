@@ -100,7 +100,8 @@ class Gpu:
         return self._capture(size, slot)
 
     def _capture(self, size: Any, slot: Any) -> Any:
-        from saccade.encoders.graphs import Forward, Gradients, Training
+        from saccade.encoders.graphs import Forward
+        from saccade.encoders.training import Gradients, Training
 
         served = self.served
 
@@ -123,7 +124,7 @@ class Gpu:
         return Training(served.model, run, make, self.device, self.stream, slot, parameters, self.gradients[known])  # type: ignore[arg-type]
 
     def _slot(self) -> Any:
-        from saccade.encoders.graphs import Slot
+        from saccade.encoders.training import Slot
 
         free = next((x for x in self.slots if x.free), None)
         if free is None and len(self.slots) < _MOST_SLOTS:
