@@ -163,7 +163,7 @@ def test_explain_tells_what_would_run(monkeypatch, batch, told):
 
 @pytest.mark.parametrize(
     ("shape", "needs_grad", "bias_grad", "preferred"),
-    [((1, 4, 49, 49), True, True, True), ((1, 4, 49, 49), True, False, False), ((8192, 4, 49, 49), True, True, False)],
+    [((1, 4, 49, 49), True, True, True), ((1, 4, 49, 49), True, False, False), ((8192, 4, 49, 49), True, True, True)],
     ids=["Swin", "frozen bias", "bias of each row"],
 )
 def test_biases_that_auto_takes(shape, needs_grad, bias_grad, preferred):
