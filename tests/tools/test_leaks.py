@@ -29,6 +29,7 @@ CPU = torch.device("cpu")
 FINITE = {
     "saccade.engine.tracing.load": "one for each backend",
     "saccade.exact.measured._lines": "no argument",
+    "saccade.exact.varlen.by_torch._takes_grouped": "no argument",
     "saccade.exact.measured._nearest_architecture": "one for each architecture",
     "saccade.hardware.multiprocessors": "one for each device",
     "saccade.nvrtc.source._read_once": "the headers of the CUDA toolkit",
