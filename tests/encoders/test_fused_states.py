@@ -91,6 +91,31 @@ def test_forward_then_backward_are_compiled_once_for_a_state(told):
     assert runs == [FORWARD, BACKWARD]
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["forward", "training"])
+def test_a_call_reads_the_state_once(told, monkeypatch, train):
+    one, theirs, _ = told
+    reads, read = [], State.read
+    with torch.set_grad_enabled(train):
+        same(one, theirs, 2)
+        monkeypatch.setattr(State, "read", lambda state: reads.append(0) or read(state))
+        same(one, theirs, 2)
+    assert len(reads) == 1
+
+
+def test_explain_says_what_the_compiler_did(told):
+    one, theirs, _ = told
+    torch.compiler.reset()
+    assert one.describe().endswith("fused by torch.compile at its first capture")
+    with torch.no_grad():
+        same(one, theirs, 2)
+    assert "which took" in one.describe()
+    again = saccade.optimize(theirs, fuse=True).served[0]
+    again.fusion.backend = "aot_eager"
+    with torch.no_grad():
+        again.fused_state(lambda tokens: again._example((("pixel_values", (3, 16, 16), torch.float32),), tokens))
+    assert "whose kernels another model has made; " in again.describe()
+
+
 def test_graphs_are_of_the_state_after_weights_have_moved(told):
     one, theirs, _ = told
     with torch.no_grad():

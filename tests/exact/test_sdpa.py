@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 import saccade
 from saccade.engine.dispatch import choose
+from saccade.engine.tracked import Tracked
 from saccade.exact import lse
 from saccade.exact import sdpa as backend
 from saccade.exact.backends import BACKENDS
@@ -206,7 +207,7 @@ def test_a_gradient_gets_the_strides_of_the_output():
 
 def test_a_tensor_is_tracked_for_another():
     bias = torch.randn(1, 1, 4, 4, requires_grad=True)
-    tracked = backend._Tracked.apply(X, bias)
+    tracked = Tracked.apply(X, bias)
     assert tracked.requires_grad
     assert tracked.data_ptr() == X.data_ptr()
     (found,) = torch.autograd.grad((tracked.sum() + bias.sum()).square(), bias)

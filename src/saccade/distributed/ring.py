@@ -19,6 +19,7 @@ from saccade.engine.calls import autocast
 from saccade.engine.first_order import first_order
 from saccade.engine.kinds import check_kinds
 from saccade.engine.torch_sdpa import torch_attention
+from saccade.engine.tracked import Tracked
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.exact import api as one_device
 
@@ -132,7 +133,7 @@ class _Ring(torch.autograd.Function):
     def forward(ctx, query, key, value, is_causal, scale, mesh, context):
         anchor, kept = torch.empty(0, requires_grad=True), _Kept()
         with _balanced(is_causal), _as_torch_has_it(), _inside(context, mesh, query), torch.enable_grad(), kept.hooks():
-            given = [_Tracked.apply(x.detach(), anchor) for x in (query, key, value)]
+            given = [Tracked.apply(x.detach(), anchor) for x in (query, key, value)]
             # by name: the context puts the ring in its place
             out = getattr(F, torch_attention.__name__)(*given, is_causal=is_causal, scale=scale)
         ctx.ends, ctx.begins = get_gradient_edge(out), [get_gradient_edge(x) for x in given]
@@ -154,18 +155,6 @@ class _Ring(torch.autograd.Function):
         finally:
             ctx.kept.tensors = ()
         return *found, None, None, None, None
-
-
-class _Tracked(torch.autograd.Function):
-    """A tensor that needs a gradient because another does: a leaf would be kept by its graph."""
-
-    @staticmethod
-    def forward(ctx, tensor, anchor):
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise AssertionError("gradients are taken before they come here")
 
 
 class _Kept:

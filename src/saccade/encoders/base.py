@@ -70,12 +70,12 @@ class Encoder:
         """The layers are the compiled ones, if there are any, for one run of the model's forward."""
         return nullcontext() if self.fusion is None else self.fusion.active()
 
-    def fused_state(self, example: Callable[[int], tuple[Tensor, ...]]) -> int:
+    def fused_state(self, example: Callable[[int], tuple[Tensor, ...]], number: int | None = None) -> int:
         """The number of the model's state. Before the first graph of a state, its layers are compiled, and weights put side by side.
 
-        example: the outputs of a run of so many tokens, as graphs run them.
+        example: the outputs of a run of so many tokens, as graphs run them. number: the state, if the caller has read it.
         """
-        number, fusion = self.state.read(), self.fusion
+        number, fusion = self.state.read() if number is None else number, self.fusion
         if fusion is None or fusion.failed or self.failed or self.state.watched or not has_graphs(self.state.tensors[0].device):
             return number
         if not fusion.knows(number):

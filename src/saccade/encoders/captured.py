@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -184,20 +184,11 @@ class _Step:
         before = torch.cuda.memory_reserved(self.device)
         self.graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        done = False
-        try:
-            with (
-                _quiet(self.device),
-                torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-            ):
-                self.outputs = self._run(function)
-            done = True
-        finally:
-            if not done:
-                # torch's allocator takes a capture that could not be ended for one that still runs, and refuses to free memory
-                with suppress(RuntimeError):
-                    torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
-                    torch._C._cuda_releasePool(self.device.index or 0, pool)
+        with (
+            _quiet(self.device, pool),
+            torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            self.outputs = self._run(function)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.bytes = max(0, torch.cuda.memory_reserved(self.device) - before)
 

@@ -109,10 +109,11 @@ class Fusion:
         """For `explain`."""
         if self.failed:
             return f"not fused: {self.failed}"
-        if self.seconds == 0:
+        if not self._ready:
             return "fused by torch.compile at its first capture"
         moved = sum([x.holds() for x in self._joined])
-        return f"fused by torch.compile, which took {self.seconds:.1f} s for forward; {moved} weights and biases lie side by side"
+        took = f"which took {self.seconds:.1f} s for forward" if self.seconds else "whose kernels another model has made"
+        return f"fused by torch.compile, {took}; {moved} weights and biases lie side by side"
 
 
 @lru_cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -123,8 +123,8 @@ class Sent:
 
 
 @contextmanager
-def _quiet(device: torch.device) -> Iterator[None]:
-    """Leaves torch's random numbers as they were, also after a capture that fails, and keeps Python's collector from ending one midway."""
+def _quiet(device: torch.device, pool: Any) -> Iterator[None]:
+    """Leaves torch's random numbers as they were, also after a capture into `pool` that fails, and keeps Python's collector from ending one midway."""
     state, stream = torch.cuda.get_rng_state(device), torch.cuda.current_stream(device)
     collects, done = gc.isenabled(), False
     gc.disable()
@@ -138,7 +138,16 @@ def _quiet(device: torch.device) -> Iterator[None]:
             torch.cuda.set_stream(stream)  # torch stays on the stream of a capture that cannot be ended
             # a capture that failed leaves the generator in its capture: it gets another state, of the same numbers
             torch.cuda.default_generators[device.index or 0].graphsafe_set_state(torch.Generator(device))
+            _leave(pool, device)
         torch.cuda.set_rng_state(state, device)
+
+
+def _leave(pool: Any, device: torch.device) -> None:
+    """Take no more memory from the pool of a capture that could not be ended. torch's allocator takes it for one that still runs, so it frees no
+    memory and refuses the next capture into this pool."""
+    with suppress(RuntimeError):  # of a capture that was ended
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)  # type: ignore[attr-defined]
+        torch._C._cuda_releasePool(device.index or 0, pool)  # type: ignore[attr-defined]
 
 
 class Forward:
@@ -149,7 +158,7 @@ class Forward:
         self.inputs = make()
         self.graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
-        with _quiet(device), torch.inference_mode(False), torch.no_grad():
+        with _quiet(device, pool), torch.inference_mode(False), torch.no_grad():
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     run(self.inputs)

@@ -186,7 +186,7 @@ class Batched(Encoder):
         self._state = self.state.read()
         plan = self._planned(key, given)
         if not plan.reason and self.fusion is not None:
-            self._state = self.fused_state(partial(self._example, plan.size[1]))
+            self._state = self.fused_state(partial(self._example, plan.size[1]), self._state)
             plan = self._planned(key, given)  # another one, if parameters have moved
         return (None, plan.reason) if plan.reason else self._replayed(plan, given)
 

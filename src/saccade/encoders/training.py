@@ -109,7 +109,7 @@ class Training:
         self.inputs = make()
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
-        with _quiet(device), torch.inference_mode(False), torch.enable_grad(), _aliased(model, parameters) as leaves:
+        with _quiet(device, slot.pool), torch.inference_mode(False), torch.enable_grad(), _aliased(model, parameters) as leaves:
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     # by output: its gradient, and whether it leads to each parameter

@@ -23,6 +23,7 @@ from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, taken
 from saccade.engine.torch_sdpa import scaled_as_torch_takes_it, torch_attention
 from saccade.engine.tracing import eager
+from saccade.engine.tracked import Tracked
 from saccade.exact.args import AttentionArgs, repeated
 from saccade.exact.lse import WithLse, with_lse
 from saccade.exact.sdpa_window import attend_with_window, why_not_with_window
@@ -136,7 +137,7 @@ def _run(call: _Call, args: AttentionArgs, problem: Problem) -> Tensor:
     empty = 0 in (*call.query.shape[:3], call.key.shape[-2])
     on_gpu = problem.device_type == "cuda"
     if on_gpu and _trains_nothing_but(call.added, call[:3]):
-        call = call._replace(query=_Tracked.apply(call.query, call.added))
+        call = call._replace(query=Tracked.apply(call.query, call.added))
     query, scale = scaled_as_torch_takes_it(call.query, args.scale)
     # cuDNN fails on tensors without elements
     with sdpa_kernel(SDPBackend.MATH) if empty and on_gpu else contextlib.nullcontext():
@@ -179,18 +180,6 @@ def _trains_nothing_but(added: Tensor | None, tensors: tuple[Tensor, ...]) -> bo
     """Whether a gradient is wanted of the bias alone: torch 2.11 then keeps no log-sum-exp on a GPU, and fails in backward ("LSE is not
     correctly aligned")."""
     return added is not None and added.requires_grad and not any(x.requires_grad for x in tensors)
-
-
-class _Tracked(torch.autograd.Function):
-    """A tensor as it is, that counts as one which needs a gradient because another does, and asks for none."""
-
-    @staticmethod
-    def forward(ctx, tensor, other):
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None, None
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
