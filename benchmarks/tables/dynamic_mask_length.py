@@ -16,12 +16,12 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from peers import peers
-from rows import Row, Writer
+from rows import Row, Writer, numbers_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -81,23 +81,51 @@ class Contender:
         return " ".join(filter(None, (self.name, str(self.setting), self.note)))
 
 
+@dataclass(frozen=True)
+class Case:
+    """Settings that are timed in one go. masks: the implementations that take the exact mask, in the place of ours and of dense peers."""
+
+    settings: tuple[Setting, ...]
+    masks: bool
+
+    def __str__(self) -> str:
+        first = self.settings[0]
+        return f"n={first.length} D={first.dim}{' masks' if self.masks else ''}"
+
+
+def every_case() -> list[Case]:
+    """The rows of the table. Masks are last: torch.compile leaves processes running that disturb calls of a tenth of a millisecond."""
+    dense = [Case(tuple(group), False) for _, group in itertools.groupby(SETTINGS, key=lambda setting: setting.shape)]
+    masked = [s for s in SETTINGS if s.length in MASK_LENGTHS and s.dim == 128 and s.keep == MASK_KEEP]
+    return [*dense, *[Case((setting,), True) for setting in masked]]
+
+
+def case_of(row: Mapping[str, str]) -> str:
+    """The name of a row's case."""
+    size = numbers_of(row["problem"])
+    return f"n={size['Tk']} D={size['D']}{' masks' if row['backend'] in ('sdpa_mask', 'fsa', 'flex') else ''}"
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
     """For each shape, measure the dense peers and every setting of ours in turns; then the others that take the exact mask."""
-    for _, group in itertools.groupby(SETTINGS, key=lambda setting: setting.shape):
-        settings = list(group)
-        ours = [_ours(setting) for setting in settings]
-        peers = _peers(settings[0])
-        times = _compare(writer, [*ours, *peers], repeat_ms)
-        dense = _better_form({str(peer): peer.name for peer in peers}, times)
-        for setting, own in zip(settings, ours, strict=True):
-            print(_line(setting, times[str(own)], dense), flush=True)
-        del ours, peers
+    for case in writer.part.cases(every_case()):
+        if case.masks:
+            setting = case.settings[0]
+            _compare(writer, [*_dense_masks(setting), *_flex(writer, setting, repeat_ms)], repeat_ms)
+        else:
+            _beside_dense(writer, case.settings, repeat_ms)
         gc.collect()
-    # last, because torch.compile leaves processes running that disturb calls of a tenth of a millisecond
-    for setting in (s for s in SETTINGS if s.length in MASK_LENGTHS and s.dim == 128 and s.keep == MASK_KEEP):
-        _compare(writer, [*_dense_masks(setting), *_flex(writer, setting, repeat_ms)], repeat_ms)
     for keep, dim in itertools.product((1024, 2048), (128, 64)):
         _exponent(writer, keep, dim)
+
+
+def _beside_dense(writer: Writer, settings: tuple[Setting, ...], repeat_ms: int) -> None:
+    ours = [_ours(setting) for setting in settings]
+    peers = _peers(settings[0])
+    times = _compare(writer, [*ours, *peers], repeat_ms)
+    dense = _better_form({str(peer): peer.name for peer in peers}, times)
+    for setting, own in zip(settings, ours, strict=True):
+        print(_line(setting, times[str(own)], dense), flush=True)
 
 
 def key_scores(setting: Setting) -> Tensor:

@@ -97,7 +97,16 @@ class Gpu:
                 raise
             fusion.fail(error)
             self.served.say(f"{type(self.served.model).__name__}: {fusion.failed}; its layers run as they are")
+        self._start_anew()
         return self._capture(size, slot)
+
+    def _start_anew(self) -> None:
+        """Leave the memory of a capture that failed: torch's allocators, the host's too, take it for one that still runs, and refuse another there. Drop
+        the graphs made before, which do not follow torch's random numbers any more."""
+        self.served.graphs.clear()
+        self.pool = torch.cuda.graph_pool_handle()
+        for slot in self.slots:
+            slot.pool = torch.cuda.graph_pool_handle()
 
     def _capture(self, size: Any, slot: Any) -> Any:
         from saccade.encoders.graphs import Forward

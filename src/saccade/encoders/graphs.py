@@ -143,8 +143,7 @@ def _quiet(device: torch.device, pool: Any) -> Iterator[None]:
 
 
 def _leave(pool: Any, device: torch.device) -> None:
-    """Take no more memory from the pool of a capture that could not be ended. torch's allocator takes it for one that still runs, so it frees no
-    memory and refuses the next capture into this pool."""
+    """Take no more memory from the pool of a capture that could not be ended. torch's allocator takes it for one that still runs, and frees no memory."""
     with suppress(RuntimeError):  # of a capture that was ended
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)  # type: ignore[attr-defined]
         torch._C._cuda_releasePool(device.index or 0, pool)  # type: ignore[attr-defined]
