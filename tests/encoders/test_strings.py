@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import string
+import sys
 import threading
 
 import numpy as np
@@ -116,6 +117,7 @@ OPTIONS = {
     "prompt by name": {"prompt_name": "other"},
     "empty prompt": {"prompt": ""},
     "batches of 3": {"batch_size": 3},
+    "batches of any size": {"batch_size": sys.maxsize},
     "device": {"device": "cpu"},
     "bar": {"show_progress_bar": True},
 }
@@ -235,7 +237,12 @@ def test_ids_in_place_of_texts(bert):
     ids = bert.tokenizer(some)["input_ids"]
     stock = bert.encode(some)
     with saccade.optimize(bert) as handle:
-        for given in ({"inputs": ids}, {"input_ids": ids}, {"input_ids": [np.array(x) for x in ids]}):
+        for given in (
+            {"inputs": ids},
+            {"input_ids": ids},
+            {"input_ids": [np.array(x) for x in ids]},
+            {"input_ids": [*map(tuple, ids)]},
+        ):
             same(bert.encode(**given), stock)
         same(bert.encode_query(input_ids=ids, prompt=""), stock)
         same(bert.encode(input_ids=ids[3], convert_to_tensor=True), torch.as_tensor(stock[3]))
@@ -248,6 +255,27 @@ def test_ids_in_place_of_texts(bert):
         with pytest.raises(InvalidArgument, match="output_value"):
             bert.encode(input_ids=ids, output_value="token_embeddings")
         assert "output_value" in last(handle)
+
+
+BAD_IDS = {
+    "numbers with fractions": [[2, 3], [5.5]],
+    "truths": [[2], [True]],
+    "texts": [[2], ["a"]],
+    "one of a text": [[2], 3],
+    "lists of lists": [[2], [[5]]],
+}
+
+
+@pytest.mark.parametrize("name", BAD_IDS)
+def test_what_is_no_list_of_ids(bert, name):
+    with saccade.optimize(bert), pytest.raises(InvalidArgument, match=r"input_ids\[1\] is .*; it must be a list of ints"):
+        bert.encode(input_ids=BAD_IDS[name])
+
+
+def test_tensors_in_place_of_texts_are_refused_as_in_stock(bert):
+    """Asking whether one is empty raises, so that models of images would refuse theirs."""
+    with saccade.optimize(bert), pytest.raises(ValueError, match="not supported by this SentenceTransformer"):
+        bert.encode([torch.ones(2)])
 
 
 STOCK = {
@@ -324,6 +352,23 @@ def test_signature_copy_pickle_and_restore(bert):
         assert copied.encode_query.__self__ is copied
     handle.restore()
     assert set(vars(bert)) == before
+
+
+@pytest.mark.parametrize("another", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_a_copy_of_an_optimised_model_is_optimised_too(tokenizer_folder, another):
+    """The copy has the methods of its class as attributes."""
+    model, some = embedder(tokenizer_folder), texts(12)
+    before, of_pooling, stock = set(vars(model)), set(vars(model[1])), model.encode(some)
+    with saccade.optimize(model):
+        copied = another(model)
+    with saccade.optimize(copied) as handle:
+        same(copied.encode(some), stock)
+        assert last(handle) == "12 inputs in 1 batches"
+        assert handle.served[0].sentences is copied
+        replica = copied._replicate_for_data_parallel()
+        assert replica.encode.__self__ is replica
+    assert set(vars(copied)) == before
+    assert set(vars(copied[1])) == of_pooling
 
 
 def threads():
