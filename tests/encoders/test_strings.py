@@ -536,3 +536,18 @@ def test_an_interrupt_leaves_no_thread(bert, monkeypatch):
             signal.signal(signal.SIGINT, before)
         assert not threads()
         assert bert.encode(["a"]).shape == (1, SIZES["hidden_size"])
+
+
+@pytest.mark.slow  # a process imports torch
+def test_a_pool_of_processes(bert):
+    """Its processes get the model without what is ours, and stock's batches."""
+    some = texts(40) + ODD
+    stock = bert.encode(some)
+    with saccade.optimize(bert) as handle:
+        pool = bert.start_multi_process_pool(["cpu"])
+        try:
+            for method, inputs in (("encode", some), ("encode_document", [])):
+                same(getattr(bert, method)(inputs, pool=pool), stock[: len(inputs)] if inputs else np.array([]))
+                assert last(handle) == "stock: a pool of processes computes it"
+        finally:
+            bert.stop_multi_process_pool(pool)
