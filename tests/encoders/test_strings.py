@@ -14,6 +14,7 @@ import threading
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from encoders_made import SIZES
@@ -230,6 +231,40 @@ def test_a_tokenizer_without_special_tokens(tokenizer_folder):
     model.tokenizer.backend_tokenizer.enable_padding(length=30)
     model.tokenizer.backend_tokenizer.enable_truncation(3)
     check(model, [*texts(10), "a"])
+
+
+def test_special_tokens_that_are_text(tokenizer_folder):
+    """transformers tells the Rust tokenizer at each call, and a copy of that forgets it."""
+    model, some = embedder(tokenizer_folder), ["a [SEP] b", "[CLS]", "it"]
+    as_tokens = model.encode(some)
+    model.tokenizer.split_special_tokens = True
+    check(model, some)
+    assert np.abs(model.encode(some[:2]) - as_tokens[:2]).max() > 0.01
+
+
+class Letters:
+    """Parts of a Rust tokenizer that are written in Python, as RoFormer's is."""
+
+    def pre_tokenize(self, text):
+        text.split(lambda i, word: [word[j : j + 1] for j in range(len(str(word)))])
+
+    def normalize(self, text):
+        text.lowercase()
+
+    def decode_chain(self, pieces):
+        return pieces
+
+
+@pytest.mark.parametrize("part", ["PreTokenizer", "Normalizer", "Decoder"])
+def test_a_tokenizer_that_cannot_be_copied_is_stock(tokenizer_folder, part):
+    model = embedder(tokenizer_folder)
+    name = {"PreTokenizer": "pre_tokenizer"}.get(part, part.lower())
+    made = getattr(getattr(tokenizers, f"{name}s"), part).custom(Letters())
+    setattr(model.tokenizer.backend_tokenizer, name, made)
+    stock = model.encode(texts(4))
+    with saccade.optimize(model) as handle:
+        same(model.encode(texts(4)), stock)
+        assert last(handle).startswith("stock: its tokenizer cannot be copied (")
 
 
 def test_ids_in_place_of_texts(bert):

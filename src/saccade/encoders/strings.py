@@ -94,7 +94,7 @@ class Strings:
             try:
                 found = self._run(texts, options, is_ids)
                 return found[0] if single else found
-            except _Stock as error:
+            except (_Stock, tokens.NotCopied) as error:
                 reason = str(error)
             except Unfit as error:
                 self.served.unfit = reason = str(error)
