@@ -166,6 +166,13 @@ def test_models_and_sides(tokenizer_folder, model, side):
     check(found, texts(20) + [x for x in ODD if "[PAD]" not in x])
 
 
+@pytest.mark.parametrize("method", ["encode", "encode_query", "encode_document"])
+def test_lengths_of_queries_and_documents(tokenizer_folder, method):
+    model = embedder(tokenizer_folder)
+    model[0].query_length, model[0].document_length = 6, 9
+    check(model, texts(20) + ODD, method=method)
+
+
 def test_a_text_that_names_the_padding_token(tokenizer_folder):
     """Positions that are counted pass by it."""
     check(embedder(tokenizer_folder, ROBERTA), ["a [PAD] b", "[PAD]", "it [PAD] [PAD] is"], batch_size=1)
