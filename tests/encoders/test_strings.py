@@ -320,7 +320,13 @@ def test_tensors_in_place_of_texts_are_refused_as_in_stock(bert):
         bert.encode([torch.ones(2)])
 
 
+def _tokenizer_in_python(model):
+    model[0].processor = transformers.ByT5Tokenizer(model_max_length=40)
+    model[0].model.resize_token_embeddings(400, mean_resizing=False)
+
+
 STOCK = {
+    "tokenizer in Python": ({}, _tokenizer_in_python),
     "token embeddings": ({"output_value": "token_embeddings"}, None),
     "everything": ({"output_value": None}, None),
     "processing_kwargs": ({"processing_kwargs": {"text": {"max_length": 5}}}, None),
