@@ -259,6 +259,26 @@ def test_restore_gives_each_its_own_memory():
         assert not any(first <= x.data_ptr() < last for first, last in memories)
 
 
+def test_a_weight_changed_between_forward_and_backward_raises():
+    one, _ = moved()
+    found = computed(one.run_fused, one, (5, 9)).sum()
+    with torch.no_grad():
+        one.model.encoder.layer[0].attention.self.key.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
+def test_weights_that_are_parametrized_stay_where_they_are():
+    one = fused("bert")
+    layer = one.model.encoder.layer[0].attention.self
+    nn.utils.parametrizations.weight_norm(layer.key)
+    addresses = {x.data_ptr() for x in one.model.parameters()}
+    with torch.no_grad():
+        one.fusion.ready(one.state, lambda: one._example(64))
+        assert {x.data_ptr() for x in layer.key.parametrizations.parameters()} <= addresses
+        torch.testing.assert_close(computed(one.run_fused, one, (5, 9)), computed(one.run, one, (5, 9)), rtol=1e-5, atol=1e-5)
+
+
 def test_tied_and_odd_weights_stay_where_they_are():
     a, b, odd = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(3, 3)
     b.weight = a.weight

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,16 @@ def chunks(lengths, size):
 
 
 @pytest.mark.parametrize(
-    "bound", [Bound(None, 64, False), Bound(None, 1, False), Bound(3, 0, False), Bound(None, 64, True), Bound(2, 0, True)]
+    "bound",
+    [
+        Bound(None, 64, False),
+        Bound(None, 1, False),
+        Bound(3, 0, False),
+        Bound(sys.maxsize, 0, False),
+        Bound(None, 64, True),
+        Bound(2, 0, True),
+        Bound(sys.maxsize, 0, True),
+    ],
 )
 @pytest.mark.parametrize("size", [1, 7, 100])
 def test_each_text_is_in_one_batch(bound, size):

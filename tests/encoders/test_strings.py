@@ -9,10 +9,12 @@ import os
 import pickle
 import random
 import string
+import sys
 import threading
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from encoders_made import SIZES
@@ -116,6 +118,7 @@ OPTIONS = {
     "prompt by name": {"prompt_name": "other"},
     "empty prompt": {"prompt": ""},
     "batches of 3": {"batch_size": 3},
+    "batches of any size": {"batch_size": sys.maxsize},
     "device": {"device": "cpu"},
     "bar": {"show_progress_bar": True},
 }
@@ -161,6 +164,13 @@ def test_models_and_sides(tokenizer_folder, model, side):
     found = embedder(tokenizer_folder, model, "lasttoken")
     found.tokenizer.padding_side = side
     check(found, texts(20) + [x for x in ODD if "[PAD]" not in x])
+
+
+@pytest.mark.parametrize("method", ["encode", "encode_query", "encode_document"])
+def test_lengths_of_queries_and_documents(tokenizer_folder, method):
+    model = embedder(tokenizer_folder)
+    model[0].query_length, model[0].document_length = 6, 9
+    check(model, texts(20) + ODD, method=method)
 
 
 def test_a_text_that_names_the_padding_token(tokenizer_folder):
@@ -230,12 +240,51 @@ def test_a_tokenizer_without_special_tokens(tokenizer_folder):
     check(model, [*texts(10), "a"])
 
 
+def test_special_tokens_that_are_text(tokenizer_folder):
+    """transformers tells the Rust tokenizer at each call, and a copy of that forgets it."""
+    model, some = embedder(tokenizer_folder), ["a [SEP] b", "[CLS]", "it"]
+    as_tokens = model.encode(some)
+    model.tokenizer.split_special_tokens = True
+    check(model, some)
+    assert np.abs(model.encode(some[:2]) - as_tokens[:2]).max() > 0.01
+
+
+class Letters:
+    """Parts of a Rust tokenizer that are written in Python, as RoFormer's is."""
+
+    def pre_tokenize(self, text):
+        text.split(lambda i, word: [word[j : j + 1] for j in range(len(str(word)))])
+
+    def normalize(self, text):
+        text.lowercase()
+
+    def decode_chain(self, pieces):
+        return pieces
+
+
+@pytest.mark.parametrize("part", ["PreTokenizer", "Normalizer", "Decoder"])
+def test_a_tokenizer_that_cannot_be_copied_is_stock(tokenizer_folder, part):
+    model = embedder(tokenizer_folder)
+    name = {"PreTokenizer": "pre_tokenizer"}.get(part, part.lower())
+    made = getattr(getattr(tokenizers, f"{name}s"), part).custom(Letters())
+    setattr(model.tokenizer.backend_tokenizer, name, made)
+    stock = model.encode(texts(4))
+    with saccade.optimize(model) as handle:
+        same(model.encode(texts(4)), stock)
+        assert last(handle).startswith("stock: its tokenizer cannot be copied (")
+
+
 def test_ids_in_place_of_texts(bert):
     some = texts(9)
     ids = bert.tokenizer(some)["input_ids"]
     stock = bert.encode(some)
     with saccade.optimize(bert) as handle:
-        for given in ({"inputs": ids}, {"input_ids": ids}, {"input_ids": [np.array(x) for x in ids]}):
+        for given in (
+            {"inputs": ids},
+            {"input_ids": ids},
+            {"input_ids": [np.array(x) for x in ids]},
+            {"input_ids": [*map(tuple, ids)]},
+        ):
             same(bert.encode(**given), stock)
         same(bert.encode_query(input_ids=ids, prompt=""), stock)
         same(bert.encode(input_ids=ids[3], convert_to_tensor=True), torch.as_tensor(stock[3]))
@@ -250,7 +299,34 @@ def test_ids_in_place_of_texts(bert):
         assert "output_value" in last(handle)
 
 
+BAD_IDS = {
+    "numbers with fractions": [[2, 3], [5.5]],
+    "truths": [[2], [True]],
+    "texts": [[2], ["a"]],
+    "one of a text": [[2], 3],
+    "lists of lists": [[2], [[5]]],
+}
+
+
+@pytest.mark.parametrize("name", BAD_IDS)
+def test_what_is_no_list_of_ids(bert, name):
+    with saccade.optimize(bert), pytest.raises(InvalidArgument, match=r"input_ids\[1\] is .*; it must be a list of ints"):
+        bert.encode(input_ids=BAD_IDS[name])
+
+
+def test_tensors_in_place_of_texts_are_refused_as_in_stock(bert):
+    """Asking whether one is empty raises, so that models of images would refuse theirs."""
+    with saccade.optimize(bert), pytest.raises(ValueError, match="not supported by this SentenceTransformer"):
+        bert.encode([torch.ones(2)])
+
+
+def _tokenizer_in_python(model):
+    model[0].processor = transformers.ByT5Tokenizer(model_max_length=40)
+    model[0].model.resize_token_embeddings(400, mean_resizing=False)
+
+
 STOCK = {
+    "tokenizer in Python": ({}, _tokenizer_in_python),
     "token embeddings": ({"output_value": "token_embeddings"}, None),
     "everything": ({"output_value": None}, None),
     "processing_kwargs": ({"processing_kwargs": {"text": {"max_length": 5}}}, None),
@@ -324,6 +400,23 @@ def test_signature_copy_pickle_and_restore(bert):
         assert copied.encode_query.__self__ is copied
     handle.restore()
     assert set(vars(bert)) == before
+
+
+@pytest.mark.parametrize("another", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_a_copy_of_an_optimised_model_is_optimised_too(tokenizer_folder, another):
+    """The copy has the methods of its class as attributes."""
+    model, some = embedder(tokenizer_folder), texts(12)
+    before, of_pooling, stock = set(vars(model)), set(vars(model[1])), model.encode(some)
+    with saccade.optimize(model):
+        copied = another(model)
+    with saccade.optimize(copied) as handle:
+        same(copied.encode(some), stock)
+        assert last(handle) == "12 inputs in 1 batches"
+        assert handle.served[0].sentences is copied
+        replica = copied._replicate_for_data_parallel()
+        assert replica.encode.__self__ is replica
+    assert set(vars(copied)) == before
+    assert set(vars(copied[1])) == of_pooling
 
 
 def threads():
@@ -491,3 +584,18 @@ def test_an_interrupt_leaves_no_thread(bert, monkeypatch):
             signal.signal(signal.SIGINT, before)
         assert not threads()
         assert bert.encode(["a"]).shape == (1, SIZES["hidden_size"])
+
+
+@pytest.mark.slow  # a process imports torch
+def test_a_pool_of_processes(bert):
+    """Its processes get the model without what is ours, and stock's batches."""
+    some = texts(40) + ODD
+    stock = bert.encode(some)
+    with saccade.optimize(bert) as handle:
+        pool = bert.start_multi_process_pool(["cpu"])
+        try:
+            for method, inputs in (("encode", some), ("encode_document", [])):
+                same(getattr(bert, method)(inputs, pool=pool), stock[: len(inputs)] if inputs else np.array([]))
+                assert last(handle) == "stock: a pool of processes computes it"
+        finally:
+            bert.stop_multi_process_pool(pool)

@@ -35,7 +35,7 @@ class Own:
     def put(self) -> None:
         """Let the module have it."""
         setattr(self.module, self.name, self)
-        if hasattr(self.module, _REPLICATE) and _REPLICATE not in vars(self.module):
+        if hasattr(self.module, _REPLICATE) and is_free(self.module, _REPLICATE):
             setattr(self.module, _REPLICATE, _Replicate(self.module, _REPLICATE))
 
 
@@ -48,6 +48,14 @@ class _Replicate(Own):
             if isinstance(x, Own):
                 del replica.__dict__[name]
         return replica
+
+
+def is_free(module: Any, name: str = "forward") -> bool:
+    """Whether nobody has put a method on a module. A copy of a served module has that of its class there, which is dropped."""
+    found = vars(module).get(name)
+    if isinstance(found, MethodType) and found.__self__ is module and found.__func__ is getattr(type(module), name, None):
+        delattr(module, name)
+    return name not in vars(module)
 
 
 def remove(module: Any, name: str = "forward") -> bool:

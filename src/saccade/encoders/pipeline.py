@@ -33,7 +33,8 @@ class Bound(NamedTuple):
     def end(self, lengths: Any, sums: Any, first: int) -> int:
         """Behind the last text of the batch that starts with `first`; lengths fall, and sums are theirs with a 0 before."""
         longest = max(1, int(lengths[first]))
-        tokens = self.tokens if self.texts is None else self.texts * longest
+        # no more than there are: numpy's numbers end at 2^63, and a user may pass sys.maxsize for every text at once
+        tokens = min(self.tokens if self.texts is None else self.texts * longest, len(lengths) * longest)
         if self.padded:
             return min(len(lengths), first + max(1, tokens // longest))
         return max(first + 1, int(sums.searchsorted(sums[first] + tokens, "right")) - 1)

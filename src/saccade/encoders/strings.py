@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import reprlib
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -56,7 +58,8 @@ class _Ids(list[Any]):
     """Token ids on their way through a method of stock: of one text, or a list of them."""
 
     def __init__(self, ids: Any):
-        super().__init__([x.tolist() if hasattr(x, "tolist") else x for x in ids])
+        found = [x.tolist() if hasattr(x, "tolist") else x for x in ids]
+        super().__init__([[*x] if isinstance(x, tuple) else x for x in found])
 
 
 class Strings:
@@ -68,7 +71,7 @@ class Strings:
         self.tokens: tokens.Tokens | None = None
         self.known = set(inspect.signature(getattr(type(model), _NAMES[self.kind][0])).parameters)
         for name in _NAMES[self.kind]:
-            if name not in vars(model) and hasattr(model, name):
+            if hasattr(model, name) and own.is_free(model, name):
                 Method(self, name).put()
 
     def detach(self) -> None:
@@ -91,7 +94,7 @@ class Strings:
             try:
                 found = self._run(texts, options, is_ids)
                 return found[0] if single else found
-            except _Stock as error:
+            except (_Stock, tokens.NotCopied) as error:
                 reason = str(error)
             except Unfit as error:
                 self.served.unfit = reason = str(error)
@@ -144,12 +147,13 @@ class Strings:
             self.last = "0 inputs in 0 batches"
             return self._finished(None, options)
         limit = covered.limit_of(model[0], options.get("task"))[0]
+        if is_ids:
+            self._check_ids(inputs, prompt, limit)
         lengths = (
             list(map(len, inputs)) if is_ids or self.kind == "SentenceTransformer" else [len(x[0]) + len(x[1]) for x in inputs]
         )
         order = np.argsort(-np.array(lengths), kind="stable")
         if is_ids:
-            self._check_ids(inputs, prompt, limit)
             chunks = tokens.given(inputs, order)
         else:
             if self.tokens is None or self.tokens.tokenizer is not model[0].processor:
@@ -211,6 +215,8 @@ class Strings:
             raise InvalidArgument(f"input_ids are given with the prompt {prompt!r}; put its tokens before them")
         words = self.served.model.get_input_embeddings().num_embeddings
         for i, x in enumerate(inputs):
+            if not isinstance(x, list) or not all(issubclass(kind, Integral) and kind is not bool for kind in {*map(type, x)}):
+                raise InvalidArgument(f"input_ids[{i}] is {reprlib.repr(x)}; it must be a list of ints")
             if limit is not None and len(x) > limit:
                 raise InvalidArgument(f"input_ids[{i}] has {len(x)} tokens; the model takes at most {limit}")
             if len(x) and not 0 <= min(x) <= max(x) < words:
@@ -250,7 +256,7 @@ def _bar(shown: bool | None, count: int, name: str) -> Any:
 
 def _are_ids(inputs: Any) -> bool:
     """Whether inputs are lists of ints."""
-    return isinstance(inputs, list) and any(inputs) and all(isinstance(x, list) and set(map(type, x)) <= {int} for x in inputs)
+    return isinstance(inputs, list) and all(isinstance(x, list) and set(map(type, x)) <= {int} for x in inputs) and any(inputs)
 
 
 def attach(model: Any, served: Any) -> Strings | None:

@@ -25,6 +25,10 @@ _FEW = 500  # added tokens that are looked at in each call
 _METHODS = ("__call__", "_encode_plus", "_batch_encode_plus", "set_truncation_and_padding")
 
 
+class NotCopied(RuntimeError):
+    """A tokenizer whose Rust part cannot be copied."""
+
+
 class Chunk(NamedTuple):
     """Tokens of some texts, as arrays of numpy.
 
@@ -154,17 +158,29 @@ class Tokens:
         self._copies: dict[int | None, Rust] = {}
 
     def copy(self, limit: int | None) -> Rust:
-        """The copy for a limit, made again when the user's tokenizer has changed."""
-        with self._lock:
+        """The copy for a limit, made again when the user's tokenizer has changed.
+
+        Raises:
+            NotCopied: a part of the tokenizer is written in Python.
+        """
+        try:
+            with self._lock:
+                return self._found(limit)
+        except Exception as error:
+            if type(error) is not Exception:  # Rust raises that kind alone
+                raise
+            raise NotCopied(f"its tokenizer cannot be copied ({error})") from error
+
+    def _found(self, limit: int | None) -> Rust:
+        known = _fingerprint(self.tokenizer, self._few)
+        if known != self._known:
+            self._few = len(self.tokenizer._tokenizer.get_added_tokens_decoder()) <= _FEW
             known = _fingerprint(self.tokenizer, self._few)
-            if known != self._known:
-                self._few = len(self.tokenizer._tokenizer.get_added_tokens_decoder()) <= _FEW
-                known = _fingerprint(self.tokenizer, self._few)
-            if known != self._known or len(self._copies) > 4:
-                self._copies, self._known = {}, known
-            if limit not in self._copies:
-                self._copies[limit] = self._made(limit)
-            return self._copies[limit]
+        if known != self._known or len(self._copies) > 4:
+            self._copies, self._known = {}, known
+        if limit not in self._copies:
+            self._copies[limit] = self._made(limit)
+        return self._copies[limit]
 
     def _made(self, limit: int | None) -> Rust:
         user, found = self.tokenizer, copy.deepcopy(self.tokenizer._tokenizer)
@@ -176,7 +192,8 @@ class Tokens:
         certain = room and user.truncation_side == "right" and is_certain(found)
         found.encode_special_tokens = bool(getattr(user, "split_special_tokens", False))
         cuts_right = limit is None or (room and user.truncation_side == "right")
-        as_one = together(copy.deepcopy(found), limit) if cuts_right else None
+        joins = cuts_right and not found.encode_special_tokens  # which a copy of it forgets
+        as_one = together(copy.deepcopy(found), limit) if joins else None
         if limit is not None:
             found.enable_truncation(max_length=limit, stride=0, strategy="longest_first", direction=user.truncation_side)
         return Rust(found, limit, certain, typed, as_one)
