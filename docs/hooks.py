@@ -102,8 +102,9 @@ def _both(words: str, plot: str) -> str:
 
 
 def _linked(name: str) -> str:
-    """The name of a table as a link to its file, if the results hold it."""
-    return f"[`{name}`]({REPOSITORY}/{name})" if (RESULTS / name).is_file() else f"`{name}`"
+    """The name of a table as a link to its file, if the results hold it, and whether its rows are stale."""
+    mark = f" (stale: {_stale()[table]})" if (table := name.removesuffix(".csv")) in _stale() else ""
+    return f"[`{name}`]({REPOSITORY}/{name}){mark}" if (RESULTS / name).is_file() else f"`{name}`"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

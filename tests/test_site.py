@@ -50,6 +50,12 @@ def test_a_plot_says_how_many_of_its_rows_are_stale(hooks, monkeypatch):
     assert "older" not in shown(hooks, "a.md", text.format("short_long"))
 
 
+def test_a_name_of_a_table_says_how_many_of_its_rows_are_stale(hooks, monkeypatch):
+    monkeypatch.setattr(hooks, "_stale", lambda: {"h100/short_full": "12 of 414 rows"})
+    assert "short_full.csv) (stale: 12 of 414 rows)" in shown(hooks, "a.md", "`h100/short_full.csv`")
+    assert "stale" not in shown(hooks, "a.md", "`h100/short_pooling.csv`")
+
+
 def rule(selector: str) -> str:
     """The declarations of the rules whose selectors have this one."""
     return "".join(body for names, body in re.findall(r"([^{}]+)\{([^}]*)\}", STYLE) if selector in names)

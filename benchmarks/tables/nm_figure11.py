@@ -3,8 +3,8 @@
 
 As in the paper every rival is made as cheap as possible. Fixed: the first `s * n` keys, a smaller dense pipeline. Top-K: finding
 the K is free (their places are given); the scores are dense, K of each row are gathered, softmax over these, and cuSPARSE
-multiplies them with the values as one block-diagonal CSR matrix. `note` holds the density and the theoretical speed-up. bf16, 4
-heads, D = 64, n = 2,048.
+multiplies them with the values as one block-diagonal CSR matrix. Numbers of keys are multiples of 8, because cuBLAS multiplies
+others slowly. `note` holds the density and the theoretical speed-up. bf16, 4 heads, D = 64, n = 2,048.
 """
 
 from __future__ import annotations
@@ -29,14 +29,20 @@ def run(writer: Writer, repeat_ms: int) -> None:
     for pattern in ("2:4", "1:2"):
         timing = device_time(lambda p=pattern: staged(query, key, value, p), repeat_ms)
         record(writer, f"staged {pattern}", 0.5, timing, dense, analysis.nm_speedup(SETTING.dim))
-    for density in DENSITIES:
-        seen = max(1, round(density * SETTING.length))
+    for wanted in DENSITIES:
+        seen = keys_at(wanted)
+        density = seen / SETTING.length
         short = [x[:, :, :seen].contiguous() for x in (key, value)]
         timing = device_time(lambda s=short: unfused(query, *s), repeat_ms)
         record(writer, "fixed", density, timing, dense, analysis.fixed_speedup(density, SETTING.dim))
         # beyond this cuSPARSE takes seconds and has long lost
         if density <= 0.5:
             record_top_k(writer, query, key, value, density, dense, repeat_ms)
+
+
+def keys_at(density: float) -> int:
+    """The number of keys nearest to a density that is a multiple of 8."""
+    return max(8, 8 * round(density * SETTING.length / 8))
 
 
 def record_top_k(

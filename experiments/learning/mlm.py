@@ -12,6 +12,7 @@ The methods, each with three seeds:
     1:2_pruned, 2:4_pruned      the weights of the dense run of the same seed, its scores pruned, not trained further
     dense_tuned                 the same weights trained for --tune steps more: what the fine-tuning itself brings
     1:2_tuned, 2:4_tuned        the same, pruned
+    1:2_reversed, 2:4_reversed  the weights tuned with pruning, run dense, not trained further
     1:2_scratch, 2:4_scratch    pruned from the start, --steps steps
 
 A sequence is --context tokens of the corpus. A share --masked of its places is to be predicted: of these 80 % are replaced by a mask, 10 %
@@ -48,8 +49,9 @@ from rich.table import Table
 from torch import Tensor
 
 METHODS = (
-    "dense", "1:2_pruned", "2:4_pruned", "dense_tuned", "1:2_tuned", "2:4_tuned", "1:2_scratch", "2:4_scratch",
+    "dense", "1:2_pruned", "2:4_pruned", "dense_tuned", "1:2_tuned", "2:4_tuned", "1:2_reversed", "2:4_reversed", "1:2_scratch", "2:4_scratch",
 )  # fmt: skip
+UNTRAINED = ("_pruned", "_reversed")
 TUNED_RATE = 0.1  # of the highest learning rate, at most, while fine-tuning: where the cosine of the dense run ended
 OF_PLACES = 10**12  # added to a batch's number, so that its places do not depend on where its pieces begin
 
@@ -134,11 +136,12 @@ class Run(language.Run):
             self.lr, self.before = TUNED_RATE * self.lr, plan.steps
 
     def _model(self, plan: Any, vocabulary: int) -> Any:
-        return MaskedModel(SIZES[self.size], vocabulary + 1, self.method.split("_")[0], self.seed, plan.backend)
+        attention, _, way = self.method.partition("_")
+        return MaskedModel(SIZES[self.size], vocabulary + 1, "dense" if way == "reversed" else attention, self.seed, plan.backend)
 
     def rows(self) -> Iterator[Any]:
         """Train from where it stands; a row after each evaluation, and one if there is nothing to train."""
-        if self.method.endswith("_pruned"):
+        if self.method.endswith(UNTRAINED):
             yield self._row(math.nan, self.evaluate(), math.nan, 0.0)
         else:
             yield from super().rows()
@@ -176,7 +179,7 @@ def hidden(tokens: Tensor, vocabulary: int, count: int, number: int) -> tuple[Te
 
 def steps_of(plan: Plan, method: str) -> int:
     """The steps of a whole run."""
-    return 0 if method.endswith("_pruned") else plan.of(method).steps
+    return 0 if method.endswith(UNTRAINED) else plan.of(method).steps
 
 
 def made_with(plan: Plan, method: str, corpus: str | None) -> dict[str, Any]:
@@ -190,6 +193,8 @@ def job_of(plan: Plan, text: Text, out: Path) -> Job:
     """The job that the runs of a command share."""
 
     def base(key: Key) -> Key | None:
+        if key[1].endswith("_reversed"):
+            return (key[0], key[1].replace("_reversed", "_tuned"), key[2])
         return (key[0], "dense", key[2]) if key[1].endswith(("_pruned", "_tuned")) else None
 
     return Job(
@@ -199,7 +204,7 @@ def job_of(plan: Plan, text: Text, out: Path) -> Job:
         lambda key: Run(plan, text, *key),
         lambda key: made_with(plan, key[1], text.name),
         base,
-        lambda key: key[1] == "dense",
+        lambda key: key[1] in ("dense", "1:2_tuned", "2:4_tuned"),
     )
 
 

@@ -9,7 +9,8 @@ each attention. On a CPU the pruned ones run through the reference backend, on a
 backward. In bf16 the model runs under autocast: its weights, their updates and the linear layer stay float32. One row of
 `nm_finetune_minilm.csv` is one attention and seed, with the device and the dtype:
 
-    accuracy       of held-out sentences after the last step; accuracy_dense_weights: with the weights of that seed's dense run
+    accuracy       of held-out sentences after the last step; accuracy_dense_weights: with the weights of that seed's dense run;
+                   accuracy_run_dense: with its own weights and dense attention
     mean_cosine, spearman               between its embeddings of held-out sentences and those of the dense run, each fine-tuned
     mean_cosine_before, spearman_before the same before any training
 """
@@ -155,6 +156,7 @@ def measure(steps: int, seeds: int, most: int, place: Place) -> list[dict[str, o
                 found |= {"device": place.name, "dtype": str(place.dtype).removeprefix("torch.")}
                 found["accuracy"] = tuned.accuracy(held_out, after)
                 found["accuracy_dense_weights"] = with_dense_weights
+                found["accuracy_run_dense"] = tuned.accuracy(held_out, tuned.embed(held_out, "dense"))
                 for suffix, pair in (("", (theirs, after)), ("_before", (before["dense"], before[name]))):
                     result = asdict(agreement(*pair))
                     found |= {f"{key}{suffix}": result[key] for key in ("mean_cosine", "spearman")}

@@ -47,6 +47,14 @@ def test_top_k_attends_to_the_best_keys():
     torch.testing.assert_close(nm_figure11.top_k(query, key, value, 5)(), expected)
 
 
+def test_numbers_of_keys_are_multiples_of_8():
+    """cuBLAS multiplies other numbers of keys slowly, so a rival with them would be slow without cause."""
+    counts = [nm_figure11.keys_at(density) for density in nm_figure11.DENSITIES]
+    assert all(count % 8 == 0 for count in counts)
+    assert len(set(counts)) == len(counts)
+    assert all(abs(count - density * 2048) <= 4 for count, density in zip(counts, nm_figure11.DENSITIES, strict=True))
+
+
 def test_roofs_are_the_traffic():
     setting = nm_common.Setting(1024, 2)
     dense, ours = (nm_figure5.roof(setting, name, "softmax") for name in ("unfused", "staged"))

@@ -1,0 +1,180 @@
+"""The tables of the pages of speed: every cell is computed again from the committed results, so a table that is measured anew shows which cells it
+changed."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "speed"
+TORCH = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
+DENSE = ("sdpa_cudnn", "sdpa_flash", "fa4")
+Times = dict[tuple[str, str], dict[str, float]]
+
+
+def times(table: str, note: str) -> Times:
+    """Milliseconds by backend, of each problem and direction, in the rows with a note."""
+    found: Times = defaultdict(dict)
+    with open(ROOT / "benchmarks" / "results" / f"{table}.csv", newline="", encoding="utf-8") as handle:
+        for row in csv.DictReader(handle):
+            if row["ms_p50"] and row["note"] == note:
+                found[row["problem"], row["direction"]][row["backend"]] = float(row["ms_p50"])
+    return found
+
+
+def gain(taken: Times, words: str, direction: str, ours: str, peers: tuple[str, ...]) -> float:
+    """The time of the best peer over ours, in the one problem that has all these words."""
+    (found,) = [
+        row
+        for (problem, way), row in taken.items()
+        if way == direction and all(f" {w} " in f" {problem} " for w in words.split())
+    ]
+    return min(found[peer] for peer in peers if peer in found) / found[ours]
+
+
+def cells(page: str, head: str) -> list[list[str]]:
+    """The cells of the table that begins with this head."""
+    lines = (PAGES / page).read_text(encoding="utf-8").split(f"\n| {head} |\n")[1].split("\n\n")[0].splitlines()[1:]
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
+
+
+def close(quoted: str, value: float) -> bool:
+    """As the nearest number with as many decimals; measured times have four digits, so a tie may go either way."""
+    decimals = len(quoted.partition(".")[2])
+    return abs(float(quoted) - value) <= 0.5 * 10**-decimals + value * 1e-3
+
+
+def test_a_number_that_is_rounded_wrongly_is_found():
+    assert close("3.1", 3.146)
+    assert not close("3.2", 3.146)
+    assert close("11", 11.46)
+    assert not close("12", 11.46)
+
+
+@pytest.mark.parametrize(("packed", "peers"), [(False, (*TORCH, "fa4")), (True, TORCH)])
+def test_up_to_128_tokens(packed, peers):
+    taken = {key: row for key, row in times("h100/short_full", "").items() if ("packed" in key[0]) == packed}
+    rows = [row for row in cells("short.md", "Tokens | D = 32 | D = 64 | D = 128 | D = 256") if ("packed" in row[0]) == packed]
+    assert len(rows) == 3
+    for head, *quoted in rows:
+        tokens = head.split(",")[0]
+        for dim, cell in zip((32, 64, 128, 256), quoted, strict=True):
+            assert close(cell, gain(taken, f"Tq={tokens} D={dim}", "fwd+bwd", "short", peers)), (head, dim)
+
+
+def test_129_to_577_tokens():
+    taken = {key: row for key, row in times("h200/short_long", "").items() if "lengths" not in key[0] and "causal" not in key[0]}
+    for tokens, *quoted in cells("short.md", "Tokens | D = 32 | D = 64 | D = 128"):
+        for dim, cell in zip((32, 64, 128), quoted, strict=True):
+            assert close(cell, gain(taken, f"H=8 Tq={tokens} Tk={tokens} D={dim}", "fwd+bwd", "long", (*TORCH, "sdpa", "fa4"))), (
+                tokens,
+                dim,
+            )
+
+
+def test_one_query():
+    taken = times("h100/short_pooling", "")
+    for keys, *quoted in cells("short.md", "Keys | D = 32 | D = 64 | D = 128 | D = 256"):
+        for dim, cell in zip((32, 64, 128, 256), quoted, strict=True):
+            assert close(cell, gain(taken, f"Tq=1 Tk={keys} D={dim}", "fwd+bwd", "short", TORCH)), (keys, dim)
+
+
+def test_batches_of_different_lengths():
+    taken = times("h200/short_ragged", "captured")
+    for head, *quoted in cells("ragged.md", "Mean and longest length, sequences | D = 32 | D = 64 | D = 128"):
+        mean, longest, count = re.fullmatch(r"(\d+) of (\d+), ([\d,]+)", head).groups()
+        for dim, cell in zip((32, 64, 128), quoted, strict=True):
+            words = f"H=12 D={dim} longest={longest} mean={mean}"
+            mine = {key: row for key, row in taken.items() if f"(B={count.replace(',', '')} " in key[0]}
+            if cell:
+                assert close(cell, gain(mine, words, "fwd+bwd", "auto", ("varlen_attn", "fa4", "sdpa_padded"))), (head, dim)
+            else:
+                assert not [problem for problem, _ in mine if f" D={dim} " in problem and f"mean={mean} " in problem]
+
+
+def test_sliding_windows():
+    taken = {key: row for key, row in times("h200/windows", "captured").items() if " D=64 " in key[0]}
+    for longest, *quoted in cells(
+        "ragged.md", "Longest sequence | ±64 keys, forward | With backward | ±256 keys, forward | With backward"
+    ):
+        wanted = [(window, way) for window in (64, 256) for way in ("fwd", "fwd+bwd")]
+        for (window, way), cell in zip(wanted, quoted, strict=True):
+            mine = {key: row for key, row in taken.items() if f"window=({window}, {window}) " in key[0]}
+            assert close(cell, gain(mine, f"longest={longest.replace(',', '')}", way, "auto", ("varlen_attn", "fa4"))), (
+                longest,
+                window,
+                way,
+            )
+
+
+def test_dynamic_masks():
+    dense: Times = defaultdict(dict)
+    with open(ROOT / "benchmarks" / "results" / "h100" / "dynamic_mask_length.csv", newline="", encoding="utf-8") as handle:
+        for row in csv.DictReader(handle):
+            shape, _, keys = row["problem"].partition(" keep=")
+            if row["ms_p50"] and (row["backend"] in DENSE or (row["backend"] == "gather" and keys.startswith("1024 random"))):
+                dense[shape, row["direction"]][row["backend"]] = float(row["ms_p50"])
+    for n, *quoted in cells("dynamic_masks.md", "n | Forward, D = 128 | Backward | Forward, D = 64 | Backward"):
+        wanted = [(dim, way) for dim in (128, 64) for way in ("fwd", "bwd")]
+        for (dim, way), cell in zip(wanted, quoted, strict=True):
+            assert close(cell, gain(dense, f"Tq={n.replace(',', '')} D={dim}", way, "gather", DENSE)), (n, dim, way)
+
+
+def test_n_m_attention():
+    taken: dict[tuple[str, str], Times] = defaultdict(lambda: defaultdict(dict))
+    with open(ROOT / "benchmarks" / "results" / "h100" / "nm_fused.csv", newline="", encoding="utf-8") as handle:
+        for row in csv.DictReader(handle):
+            if "Tq=1024 " in row["problem"] or not row["ms_p50"] or "unordered" in row["note"]:
+                continue
+            for pattern in ("2:4", "1:2"):
+                if row["backend"] != "mma_sp" or row["note"].startswith(pattern):
+                    taken[row["direction"], pattern][row["problem"], row["direction"]][row["backend"]] = float(row["ms_p50"])
+    for head, *quoted in cells("nm_sparse.md", "| SDPA flash | cuDNN | FlashAttention-4"):
+        way, patterns, dim = (
+            ("fwd+bwd", ("2:4", "1:2"), "") if head == "forward and backward" else ("fwd", (head[:3],), f" D={head.split()[-1]} ")
+        )
+        for peer, cell in zip(("sdpa_flash", "sdpa_cudnn", "fa4"), quoted, strict=True):
+            every = [
+                row[peer] / row["mma_sp"]
+                for pattern in patterns
+                for (problem, _), row in taken[way, pattern].items()
+                if peer in row and "mma_sp" in row and dim in problem
+            ]
+            low, high = cell.split(" to ")
+            assert close(low, min(every)), (head, peer)
+            assert close(high, max(every)), (head, peer)
+
+
+def test_eight_bits():
+    """TFLOP/s of a contender and its error, which stands in the note of its row."""
+    found = {}
+    with open(ROOT / "benchmarks" / "results" / "h100" / "nm_fp8.csv", newline="", encoding="utf-8") as handle:
+        for row in csv.DictReader(handle):
+            kind, _, error = row["note"].rpartition("error ")
+            found[row["problem"], row["backend"], kind.strip(" ,")] = float(row["tflops"]), float(error)
+    columns = [
+        ("sdpa_cudnn", ""),
+        ("mma_sp", "2:4"),
+        ("mma_sp", "1:2"),
+        ("cudnn_fp8", "kernel"),
+        ("sage_int8", "with quantisation"),
+    ]
+    *speeds, errors = cells("eight_bits.md", "n, D | cuDNN, bf16 | 2:4 | 1:2 | cuDNN, FP8 | SageAttention 1, INT8")
+    assert len(speeds) == 5
+    for head, *quoted in speeds:
+        n, dim = head.removeprefix("causal ").replace(",", "").split()
+        end = f"Tq={n} Tk={n} D={dim} bf16 causal)" if head.startswith("causal") else f"Tq={n} Tk={n} D={dim} bf16)"
+        for column, cell in zip(columns, quoted, strict=True):
+            (speed,) = [
+                speed for (problem, *kind), (speed, _) in found.items() if problem.endswith(end) and tuple(kind) == column
+            ]
+            assert close(cell, speed), (head, column)
+    for column, cell in zip(columns, errors[1:], strict=True):
+        every = [error for (_, *kind), (_, error) in found.items() if tuple(kind) == column]
+        assert close(cell.split(" to ")[0], min(every)), column
+        assert close(cell.split(" to ")[-1], max(every)), column
