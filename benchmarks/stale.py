@@ -36,10 +36,11 @@ SHAPES = (
 )  # fmt: skip
 _WHOLE = ("exact/cpu.py", "encoders/*", "distributed/*")  # no kernels: every file counts
 # kind of rows of `encoders` -> files that no other rows of it run
-_STRINGS, _TRAINING = "from strings", "training"
+_STRINGS, _IMAGES, _TRAINING = "from strings", " images", "training"
 _ONLY = {
     **{f"src/saccade/encoders/{name}.py": _STRINGS for name in ("pipeline", "prefix", "strings", "together", "tokens")},
-    "src/saccade/encoders/training.py": _TRAINING,
+    **{f"src/saccade/encoders/{name}.py": _IMAGES for name in ("images", "padded")},
+    **{f"src/saccade/encoders/{name}.py": _TRAINING for name in ("captured", "training")},
 }
 # table, by the longest beginning that fits -> the code whose speed or accuracy it measures, below src/saccade
 MEASURED: dict[str, tuple[str, ...]] = {
@@ -170,7 +171,8 @@ def _older(path: Path, rows: list[dict[str, str]], changed: dict[Kind, set[str]]
 def _kind(path: Path, row: Mapping[str, str]) -> Kind:
     problem = row.get("problem", "")
     if path.stem == "encoders":
-        problem = _STRINGS if _STRINGS in problem else "" if row.get("direction") == "fwd" else _TRAINING
+        about = "" if row.get("direction") == "fwd" else _TRAINING
+        problem = next((x for x in (_STRINGS, _IMAGES) if x in problem), about)
     elif path.stem not in BY_LAUNCHES:
         problem = ""
     return row["commit"], is_by_launches(path.stem, row), problem

@@ -237,12 +237,17 @@ def test_stale_rows_are_those_of_the_older_commits(repository, tmp_path):
     assert (stale.verdict(path).stale, stale.verdict(path).rows) == (3, 5)
 
 
-@pytest.mark.parametrize(("file", "run_by"), [("together", [2]), ("training", [1]), ("graphs", [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("file", "run_by"), [("together", [2]), ("training", [1]), ("captured", [1]), ("images", [3]), ("graphs", [0, 1, 2, 3])]
+)
 def test_rows_of_encoders_are_older_than_what_they_run(repository, tmp_path, file, run_by):
     old = repository(f"src/saccade/encoders/{file}.py", "def joined(texts):\n    return texts\n")
     repository(f"src/saccade/encoders/{file}.py", "def joined(texts):\n    return list(texts)\n")
     path = tmp_path / "encoders.csv"
-    rows = ["MiniLM B=8 sentences=256,fwd", "MiniLM B=8 sentences=8,fwd+bwd", "MiniLM encode from strings texts=2048,fwd"]
+    rows = [
+        "MiniLM B=8 sentences=256,fwd", "MiniLM B=8 sentences=8,fwd+bwd", "MiniLM encode from strings texts=2048,fwd",
+        "ViT-B/16 B=8 images tokens=197,fwd",
+    ]  # fmt: skip
     path.write_text("table,problem,direction,commit\n" + "".join(f"encoders,{x},{old}\n" for x in rows))
     assert [row["problem"] for row in stale.older_rows(path)] == [rows[i].split(",")[0] for i in run_by]
 
