@@ -125,6 +125,32 @@ def test_dynamic_masks():
             assert close(cell, gain(dense, f"Tq={n.replace(',', '')} D={dim}", way, "gather", DENSE)), (n, dim, way)
 
 
+def of_encoders(problem: str, direction: str) -> dict[str, dict[str, str]]:
+    """The rows of MiniLM or BERT-base in bfloat16 whose problem begins so, by backend."""
+    with open(ROOT / "benchmarks" / "results" / "h200" / "encoders.csv", newline="", encoding="utf-8") as handle:
+        rows = [row for row in csv.DictReader(handle) if row["direction"] == direction and row["dtype"] == "bfloat16"]
+    return {row["backend"]: row for row in rows if row["problem"].startswith(f"{problem} sentences=")}
+
+
+def test_sentences_a_second():
+    backends = ("stock", "stock_captured", "saccade_plain", "saccade")
+    for backend, (_, *quoted) in zip(
+        backends, cells("encoders.md", "MiniLM, bf16 | B = 8 | 32 | 128 | 512 | 2,048"), strict=True
+    ):
+        for batch, cell in zip((8, 32, 128, 512, 2048), quoted, strict=True):
+            row = of_encoders(f"MiniLM B={batch}", "fwd")[backend]
+            assert row["note"].startswith(f"{cell.replace(',', '')} texts/s"), (backend, batch)
+
+
+def test_a_training_step():
+    backends = ("stock", "saccade", "stock_captured", "saccade_plain_captured", "saccade_captured")
+    head = "MiniLM and BERT-base, bf16, AdamW, ms | MiniLM 64 | 256 | BERT-base 64 | 256"
+    for backend, (_, *quoted) in zip(backends, cells("encoders.md", head), strict=True):
+        wanted = [(model, batch) for model in ("MiniLM", "BERT-base") for batch in (64, 256)]
+        for (model, batch), cell in zip(wanted, quoted, strict=True):
+            assert close(cell, float(of_encoders(f"{model} B={batch}", "fwd+bwd")[backend]["ms_p50"])), (backend, model, batch)
+
+
 def test_n_m_attention():
     taken: dict[tuple[str, str], Times] = defaultdict(lambda: defaultdict(dict))
     with open(ROOT / "benchmarks" / "results" / "h100" / "nm_fused.csv", newline="", encoding="utf-8") as handle:
