@@ -1,4 +1,4 @@
-"""Where the time of `SentenceTransformer.encode` goes: each step of the host and each kind of kernel, from strings to embeddings on the host.
+"""The time of `SentenceTransformer.encode` by steps of the host and kinds of kernels, from strings to embeddings on the host.
 
     python benchmarks/profile_encoder.py [--out benchmarks/results/h200] [--texts 32 2048] [--dtype bfloat16 float32]
 
@@ -81,7 +81,7 @@ def of_host(call: Callable[[], object]) -> tuple[list[float], dict[str, list[flo
 
     count = max(2, int(1e3 * SECONDS / once()))
     for _ in range(ROUNDS):
-        once()  # Python has other functions than in the calls before
+        once()  # not counted: Python adapts its code to the functions that were exchanged
         totals += [once() for _ in range(count)]
         with clock.watching(STEPS, GENERATORS):
             once()

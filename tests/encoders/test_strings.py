@@ -495,6 +495,43 @@ def test_fork_after_use(bert):
     same(found, expected)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_fork_while_another_thread_is_inside(bert):
+    """The thread holds the encoder's lock. A child that found it held would wait for ever."""
+    with saccade.optimize(bert) as handle:
+        expected, (one,) = bert.encode(texts(8)), handle.served
+        inside, goes_on, run_packed = threading.Event(), threading.Event(), one.run_packed
+
+        def slow(*args):
+            if threading.current_thread() is thread:
+                inside.set()
+                goes_on.wait(60)
+            return run_packed(*args)
+
+        one.run_packed = slow
+        thread = threading.Thread(target=lambda: bert.encode(texts(8)))
+        thread.start()
+        assert inside.wait(60)
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+
+        def child():
+            torch.set_num_threads(1)
+            queue.put(bert.encode(texts(8)))
+
+        process = context.Process(target=child)
+        threading.Timer(0.3, goes_on.set).start()
+        process.start()
+        try:
+            assert goes_on.is_set()  # the fork has waited
+            found = queue.get(timeout=30)
+        finally:
+            process.kill()
+            process.join(10)
+            thread.join(60)
+    same(found, expected)
+
+
 PAIRS = [
     *zip(texts(30), texts(30, 1), strict=True),
     ("", "a"),

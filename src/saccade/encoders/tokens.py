@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -12,6 +11,7 @@ from contextlib import closing, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
+from saccade.encoders import locks
 from saccade.encoders.prefix import first_words, is_certain
 from saccade.encoders.together import Together, flat, together
 
@@ -152,7 +152,7 @@ class Tokens:
 
     def __init__(self, tokenizer: Any, types: bool):
         self.tokenizer, self.types = tokenizer, types and "token_type_ids" in tokenizer.model_input_names
-        self._lock = threading.Lock()
+        self._lock = locks.lock()
         self._known: Any = None
         self._few = True
         self._copies: dict[int | None, Rust] = {}
