@@ -1,6 +1,6 @@
 """The time of `SentenceTransformer.encode` by steps of the host and kinds of kernels, from strings to embeddings on the host.
 
-    python benchmarks/profile_encoder.py [--out benchmarks/results/h200] [--texts 32 2048] [--dtype bfloat16 float32]
+    python benchmarks/profile_encoder.py --out benchmarks/results/h200 [--texts 32 2048] [--dtype bfloat16 float32]
 
 MiniLM of random weights, optimised, on sentences of 20 tokens in the mean, one call of `encode` with all of them. Prints a table in Markdown.
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import tqdm
 import transformers
 from encoders_made import SIZES
 
@@ -306,6 +307,37 @@ BAD_IDS = {
     "one of a text": [[2], 3],
     "lists of lists": [[2], [[5]]],
 }
+
+
+@pytest.mark.parametrize("ids", [5, torch.tensor(5), {2: 3}, {2, 3}, b"ab", "ab"], ids=str)
+def test_what_is_no_list(bert, ids):
+    """A dict would be read as its keys, and bytes as their numbers."""
+    with (
+        saccade.optimize(bert),
+        pytest.raises(InvalidArgument, match=r"input_ids is .*; it must be a list of ints, or a list of"),
+    ):
+        bert.encode(input_ids=ids)
+
+
+def test_ids_as_tensors_and_arrays(bert):
+    with saccade.optimize(bert):
+        expected = bert.encode(input_ids=[[2, 5, 3], [2, 6, 3]])
+        for ids in (torch.tensor([[2, 5, 3], [2, 6, 3]]), np.array([[2, 5, 3], [2, 6, 3]], np.int32), ((2, 5, 3), [2, 6, 3])):
+            same(bert.encode(input_ids=ids), expected)
+        same(bert.encode(input_ids=[torch.tensor([2, 5, 3]), np.array([2, 6, 3])]), expected)
+        for one in (torch.tensor([2, 5, 3]), (2, 5, 3), [np.int64(2), 5, 3]):
+            same(bert.encode(input_ids=one), expected[0])
+
+
+def test_no_bar_is_made_where_none_is_shown(bert, monkeypatch):
+    made = []
+    monkeypatch.setattr("tqdm.autonotebook.tqdm", lambda *args, **options: made.append(options) or tqdm.tqdm(*args, **options))
+    with saccade.optimize(bert):
+        bert.encode(texts(3))
+        bert.encode(texts(3), show_progress_bar=False)
+        assert made == []
+        bert.encode(texts(3), show_progress_bar=True)
+    assert made == [{"total": 3, "desc": "Inputs"}]
 
 
 @pytest.mark.parametrize("name", BAD_IDS)
