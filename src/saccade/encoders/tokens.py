@@ -29,6 +29,17 @@ class NotCopied(RuntimeError):
     """A tokenizer whose Rust part cannot be copied."""
 
 
+class _OfRust:
+    """Makes a `NotCopied` of an error of Rust. It is of the kind `Exception` itself, for which an except clause would catch every other kind too."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is Exception:
+            raise NotCopied(f"its tokenizer cannot be copied ({error})") from error
+
+
 class Chunk(NamedTuple):
     """Tokens of some texts, as arrays of numpy.
 
@@ -163,24 +174,16 @@ class Tokens:
         Raises:
             NotCopied: a part of the tokenizer is written in Python.
         """
-        try:
-            with self._lock:
-                return self._found(limit)
-        except Exception as error:
-            if type(error) is not Exception:  # Rust raises that kind alone
-                raise
-            raise NotCopied(f"its tokenizer cannot be copied ({error})") from error
-
-    def _found(self, limit: int | None) -> Rust:
-        known = _fingerprint(self.tokenizer, self._few)
-        if known != self._known:
-            self._few = len(self.tokenizer._tokenizer.get_added_tokens_decoder()) <= _FEW
+        with _OfRust(), self._lock:
             known = _fingerprint(self.tokenizer, self._few)
-        if known != self._known or len(self._copies) > 4:
-            self._copies, self._known = {}, known
-        if limit not in self._copies:
-            self._copies[limit] = self._made(limit)
-        return self._copies[limit]
+            if known != self._known:
+                self._few = len(self.tokenizer._tokenizer.get_added_tokens_decoder()) <= _FEW
+                known = _fingerprint(self.tokenizer, self._few)
+            if known != self._known or len(self._copies) > 4:
+                self._copies, self._known = {}, known
+            if limit not in self._copies:
+                self._copies[limit] = self._made(limit)
+            return self._copies[limit]
 
     def _made(self, limit: int | None) -> Rust:
         user, found = self.tokenizer, copy.deepcopy(self.tokenizer._tokenizer)
