@@ -35,7 +35,7 @@ SHAPES = (
     "sm90.py", "token_launches.py", "tokens_sm90.py",
 )  # fmt: skip
 _WHOLE = ("exact/cpu.py", "encoders/*", "distributed/*")  # no kernels: every file counts
-# kind of rows of `encoders` -> files that no other rows of it run
+# kind of rows of whole encoders -> files that no other rows of them run
 _STRINGS, _IMAGES, _TRAINING = "from strings", " images", "training"
 _ONLY = {
     **{f"src/saccade/encoders/{name}.py": _STRINGS for name in ("pipeline", "prefix", "strings", "together", "tokens")},
@@ -54,6 +54,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "pooled_depth": (_SHORT,),
     "models": (_SHORT, *_PACKED),
     "encoders": (*_PACKED, "encoders/*"),
+    "encoder_profile": (*_PACKED, "encoders/*"),
     "auto_cpu": ("exact/cpu.py",),
     "short_tune": (),  # candidates of one kernel
     "dynamic_mask": _DMA,
@@ -170,7 +171,7 @@ def _older(path: Path, rows: list[dict[str, str]], changed: dict[Kind, set[str]]
 
 def _kind(path: Path, row: Mapping[str, str]) -> Kind:
     problem = row.get("problem", "")
-    if path.stem == "encoders":
+    if path.stem in ("encoders", "encoder_profile"):
         about = "" if row.get("direction") == "fwd" else _TRAINING
         problem = next((x for x in (_STRINGS, _IMAGES) if x in problem), about)
     elif path.stem not in BY_LAUNCHES:

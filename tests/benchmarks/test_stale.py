@@ -252,6 +252,16 @@ def test_rows_of_encoders_are_older_than_what_they_run(repository, tmp_path, fil
     assert [row["problem"] for row in stale.older_rows(path)] == [rows[i].split(",")[0] for i in run_by]
 
 
+@pytest.mark.parametrize(("file", "expected"), [("tokens", 1), ("graphs", 1), ("training", 0)])
+def test_a_profile_of_strings_runs_what_strings_run(repository, tmp_path, file, expected):
+    old = repository(f"src/saccade/encoders/{file}.py", "def joined(texts):\n    return texts\n")
+    repository(f"src/saccade/encoders/{file}.py", "def joined(texts):\n    return list(texts)\n")
+    path = tmp_path / "encoder_profile.csv"
+    about = "MiniLM encode from strings texts=32 float32,waiting for the device,host"
+    path.write_text(f"table,problem,backend,direction,commit\nencoder_profile,{about},{old}\n")
+    assert stale.verdict(path).stale == expected
+
+
 @pytest.mark.parametrize("name", ["encoders", "windows"])
 def test_kernels_whose_file_has_the_name_of_one_of_strings_count(repository, tmp_path, name):
     old = repository("src/saccade/exact/ragged/tokens.py", KERNEL)

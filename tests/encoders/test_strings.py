@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import tqdm
 import transformers
 from encoders_made import SIZES
 
@@ -308,6 +309,37 @@ BAD_IDS = {
 }
 
 
+@pytest.mark.parametrize("ids", [5, torch.tensor(5), {2: 3}, {2, 3}, b"ab", "ab"], ids=str)
+def test_what_is_no_list(bert, ids):
+    """A dict would be read as its keys, and bytes as their numbers."""
+    with (
+        saccade.optimize(bert),
+        pytest.raises(InvalidArgument, match=r"input_ids is .*; it must be a list of ints, or a list of"),
+    ):
+        bert.encode(input_ids=ids)
+
+
+def test_ids_as_tensors_and_arrays(bert):
+    with saccade.optimize(bert):
+        expected = bert.encode(input_ids=[[2, 5, 3], [2, 6, 3]])
+        for ids in (torch.tensor([[2, 5, 3], [2, 6, 3]]), np.array([[2, 5, 3], [2, 6, 3]], np.int32), ((2, 5, 3), [2, 6, 3])):
+            same(bert.encode(input_ids=ids), expected)
+        same(bert.encode(input_ids=[torch.tensor([2, 5, 3]), np.array([2, 6, 3])]), expected)
+        for one in (torch.tensor([2, 5, 3]), (2, 5, 3), [np.int64(2), 5, 3]):
+            same(bert.encode(input_ids=one), expected[0])
+
+
+def test_no_bar_is_made_where_none_is_shown(bert, monkeypatch):
+    made = []
+    monkeypatch.setattr("tqdm.autonotebook.tqdm", lambda *args, **options: made.append(options) or tqdm.tqdm(*args, **options))
+    with saccade.optimize(bert):
+        bert.encode(texts(3))
+        bert.encode(texts(3), show_progress_bar=False)
+        assert made == []
+        bert.encode(texts(3), show_progress_bar=True)
+    assert made == [{"total": 3, "desc": "Inputs"}]
+
+
 @pytest.mark.parametrize("name", BAD_IDS)
 def test_what_is_no_list_of_ids(bert, name):
     with saccade.optimize(bert), pytest.raises(InvalidArgument, match=r"input_ids\[1\] is .*; it must be a list of ints"):
@@ -492,6 +524,43 @@ def test_fork_after_use(bert):
         found = queue.get(timeout=60)
         process.join(10)
         assert process.exitcode == 0
+    same(found, expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_fork_while_another_thread_is_inside(bert):
+    """The thread holds the encoder's lock. A child that found it held would wait for ever."""
+    with saccade.optimize(bert) as handle:
+        expected, (one,) = bert.encode(texts(8)), handle.served
+        inside, goes_on, run_packed = threading.Event(), threading.Event(), one.run_packed
+
+        def slow(*args):
+            if threading.current_thread() is thread:
+                inside.set()
+                goes_on.wait(60)
+            return run_packed(*args)
+
+        one.run_packed = slow
+        thread = threading.Thread(target=lambda: bert.encode(texts(8)))
+        thread.start()
+        assert inside.wait(60)
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+
+        def child():
+            torch.set_num_threads(1)
+            queue.put(bert.encode(texts(8)))
+
+        process = context.Process(target=child)
+        threading.Timer(0.3, goes_on.set).start()
+        process.start()
+        try:
+            assert goes_on.is_set()  # the fork has waited
+            found = queue.get(timeout=30)
+        finally:
+            process.kill()
+            process.join(10)
+            thread.join(60)
     same(found, expected)
 
 

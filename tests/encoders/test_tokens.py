@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from saccade.encoders.tokens import _AHEAD, ahead
+from saccade.encoders.tokens import _AHEAD, Tokens, ahead
 
 
 def threads():
@@ -55,3 +56,15 @@ def test_closing_waits_for_the_item_in_work_alone():
     found.close()
     assert not threads()
     assert len(done) <= _AHEAD + 1
+
+
+@pytest.mark.parametrize(("error", "raised"), [(Exception("custom"), "NotCopied"), (ValueError("custom"), "ValueError")])
+def test_errors_of_rust_alone_are_taken_for_such(monkeypatch, error, raised):
+    def fails(*given):
+        raise error
+
+    monkeypatch.setattr("saccade.encoders.tokens._fingerprint", fails)
+    made = SimpleNamespace(model_input_names=())
+    with pytest.raises(Exception, match="custom") as found:
+        Tokens(made, False).copy(None)
+    assert type(found.value).__name__ == raised

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.encoders import attention
+from saccade.encoders import attention, locks
 from saccade.encoders.fused import Fusion
 from saccade.encoders.gpu import Gpu
 from saccade.encoders.state import State
@@ -47,7 +46,7 @@ class Encoder:
         if fuse:
             self.attention = attention.OPAQUE
         self.signature = inspect.signature(self.stock)
-        self.state, self.lock, self.share = State(model), threading.RLock(), share
+        self.state, self.lock, self.share = State(model), locks.lock(), share
         self.graphs: OrderedDict[tuple, Any] = OrderedDict()  # by (state, slot, size), least recently used first
         self.failed = ""  # why nothing is captured
         self.last = "no call yet"

@@ -58,8 +58,16 @@ class _Ids(list[Any]):
     """Token ids on their way through a method of stock: of one text, or a list of them."""
 
     def __init__(self, ids: Any):
-        found = [x.tolist() if hasattr(x, "tolist") else x for x in ids]
+        ids = _listed(ids)
+        if not isinstance(ids, (list, tuple)):
+            raise InvalidArgument(f"input_ids is {reprlib.repr(ids)}; it must be a list of ints, or a list of such lists")
+        found = map(_listed, ids)
         super().__init__([[*x] if isinstance(x, tuple) else x for x in found])
+
+
+def _listed(x: Any) -> Any:
+    """Tensors and arrays as lists, all else as it is."""
+    return x.tolist() if hasattr(x, "tolist") else x
 
 
 class Strings:
@@ -175,7 +183,8 @@ class Strings:
                 rows = one(batch, options)
                 # numpy knows no bfloat16; on the device the conversion costs the host nothing
                 results.add(rows.float() if to_host and rows.dtype == torch.bfloat16 else rows, batch.places)
-                progress.update(len(batch.places))
+                if progress is not None:
+                    progress.update(len(batch.places))
                 number += 1
         self.last = f"{count} inputs in {number} batches"
         return results.finish()
@@ -247,11 +256,14 @@ def _as_numpy(found: Tensor) -> Any:
 
 
 def _bar(shown: bool | None, count: int, name: str) -> Any:
-    from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]
-
+    """A progress bar as a context; None in it if there is none to show. One of tqdm that is not shown takes 20 us."""
     if shown is None:
         shown = logging.getLogger(name).getEffectiveLevel() in (logging.INFO, logging.DEBUG)
-    return tqdm(total=count, desc="Inputs", disable=not shown)
+    if not shown:
+        return contextlib.nullcontext()
+    from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]
+
+    return tqdm(total=count, desc="Inputs")
 
 
 def _are_ids(inputs: Any) -> bool:

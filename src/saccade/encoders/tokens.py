@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -12,6 +11,7 @@ from contextlib import closing, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
+from saccade.encoders import locks
 from saccade.encoders.prefix import first_words, is_certain
 from saccade.encoders.together import Together, flat, together
 
@@ -27,6 +27,17 @@ _METHODS = ("__call__", "_encode_plus", "_batch_encode_plus", "set_truncation_an
 
 class NotCopied(RuntimeError):
     """A tokenizer whose Rust part cannot be copied."""
+
+
+class _OfRust:
+    """Makes a `NotCopied` of an error of Rust. It is of the kind `Exception` itself, for which an except clause would catch every other kind too."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is Exception:
+            raise NotCopied(f"its tokenizer cannot be copied ({error})") from error
 
 
 class Chunk(NamedTuple):
@@ -152,7 +163,7 @@ class Tokens:
 
     def __init__(self, tokenizer: Any, types: bool):
         self.tokenizer, self.types = tokenizer, types and "token_type_ids" in tokenizer.model_input_names
-        self._lock = threading.Lock()
+        self._lock = locks.lock()
         self._known: Any = None
         self._few = True
         self._copies: dict[int | None, Rust] = {}
@@ -163,24 +174,16 @@ class Tokens:
         Raises:
             NotCopied: a part of the tokenizer is written in Python.
         """
-        try:
-            with self._lock:
-                return self._found(limit)
-        except Exception as error:
-            if type(error) is not Exception:  # Rust raises that kind alone
-                raise
-            raise NotCopied(f"its tokenizer cannot be copied ({error})") from error
-
-    def _found(self, limit: int | None) -> Rust:
-        known = _fingerprint(self.tokenizer, self._few)
-        if known != self._known:
-            self._few = len(self.tokenizer._tokenizer.get_added_tokens_decoder()) <= _FEW
+        with _OfRust(), self._lock:
             known = _fingerprint(self.tokenizer, self._few)
-        if known != self._known or len(self._copies) > 4:
-            self._copies, self._known = {}, known
-        if limit not in self._copies:
-            self._copies[limit] = self._made(limit)
-        return self._copies[limit]
+            if known != self._known:
+                self._few = len(self.tokenizer._tokenizer.get_added_tokens_decoder()) <= _FEW
+                known = _fingerprint(self.tokenizer, self._few)
+            if known != self._known or len(self._copies) > 4:
+                self._copies, self._known = {}, known
+            if limit not in self._copies:
+                self._copies[limit] = self._made(limit)
+            return self._copies[limit]
 
     def _made(self, limit: int | None) -> Rust:
         user, found = self.tokenizer, copy.deepcopy(self.tokenizer._tokenizer)
