@@ -189,6 +189,16 @@ def orders() -> list[str]:
     return [f"{statistics.correlation(ranks(r[column] for r in table), agree):.3f}" for column in columns]
 
 
+def raised() -> list[str]:
+    """1:2, then 2:4, mean over queries and heads of a layer: the share of the weights that is kept, and a kept weight over its dense one."""
+    table = rows("cpu/nm_figure19.csv")
+    return [
+        f"{statistics.mean(float(r[column]) for r in table if r['attention'] == pattern):.2f}"
+        for pattern in ("1:2", "2:4")
+        for column in ("kept", "raised")
+    ]
+
+
 def traffic() -> list[str]:
     """Bytes moved over fewest bytes, over all kernels of the Volta profile."""
     return [span(float(r["ratio"]) for r in rows("h200/volta_profile.csv"))]
@@ -370,6 +380,7 @@ def figures() -> dict[str, list[str]]:
         "cpu/nm_finetune_minilm.csv": finetuned("cpu"),
         "h100/nm_finetune_minilm.csv": finetuned("h100"),
         "cpu/nm_quality_minilm.csv": orders(),
+        "cpu/nm_figure19.csv": raised(),
     }
 
 
