@@ -204,6 +204,16 @@ def traffic() -> list[str]:
     return [span(float(r["ratio"]) for r in rows("h200/volta_profile.csv"))]
 
 
+def ablation() -> list[str]:
+    """Errors of float16 sums in percent over lengths and spreads of scores: relative and absolute, with the softmax in float32, then in float16."""
+    table = rows("cpu/volta_ablation.csv")
+    return [
+        span(float(r[column]) for r in table if r["softmax"] == name)
+        for name in ("float32", "float16")
+        for column in ("relative", "absolute")
+    ]
+
+
 RIVALS = ("performer", "linformer", "nystromformer", "window")
 
 
@@ -380,6 +390,7 @@ def figures() -> dict[str, list[str]]:
         "cpu/nm_finetune_minilm.csv": finetuned("cpu"),
         "h100/nm_finetune_minilm.csv": finetuned("h100"),
         "cpu/nm_quality_minilm.csv": orders(),
+        "cpu/volta_ablation.csv": ablation(),
         "cpu/nm_figure19.csv": raised(),
     }
 

@@ -91,7 +91,8 @@ class State:
         for unit in gone:
             self._forget(unit)
         if gone:  # what these begin with is needed now
-            return self.repair()
+            self.repair()
+            return
         for unit in filter(self.is_whole, self.units):
             if unit not in needed:
                 self.weights(unit).unlink(missing_ok=True)
