@@ -133,9 +133,15 @@ def dynamic() -> list[str]:
 
 
 def authors() -> list[str]:
-    """Gains of dynamic masks over the kernel of the paper's authors: forward, backward."""
-    taken = {way: times(rows("h200/dynamic_mask_length.csv"), way) for way in ("fwd", "bwd")}
-    return [span((ms[p, "fsa"] / ms[p, "gather"] for p, name in ms if name == "fsa"), 1) for ms in taken.values()]
+    """Gains of dynamic masks over the kernel of the paper's authors: forward, backward. Timed in turns, if the table has such rows of ours."""
+    return in_turns_with_masks(rows("h200/dynamic_mask_length.csv"))
+
+
+def in_turns_with_masks(table: Rows) -> list[str]:
+    """`authors` of the rows of a table."""
+    backends = {row["backend"] for row in table}
+    ours = "gather_beside_masks" if "gather_beside_masks" in backends else "gather"
+    return [span((x for x in gains(times(table, way), ours, ["fsa"]).values()), 1) for way in ("fwd", "bwd")]
 
 
 NUMBER = re.compile(r"(?<![\w.:^])\d+\.\d+(?!\w)")
@@ -183,9 +189,29 @@ def orders() -> list[str]:
     return [f"{statistics.correlation(ranks(r[column] for r in table), agree):.3f}" for column in columns]
 
 
+def raised() -> list[str]:
+    """1:2, then 2:4, mean over queries and heads of a layer: the share of the weights that is kept, and a kept weight over its dense one."""
+    table = rows("cpu/nm_figure19.csv")
+    return [
+        f"{statistics.mean(float(r[column]) for r in table if r['attention'] == pattern):.2f}"
+        for pattern in ("1:2", "2:4")
+        for column in ("kept", "raised")
+    ]
+
+
 def traffic() -> list[str]:
     """Bytes moved over fewest bytes, over all kernels of the Volta profile."""
     return [span(float(r["ratio"]) for r in rows("h200/volta_profile.csv"))]
+
+
+def ablation() -> list[str]:
+    """Errors of float16 sums in percent over lengths and spreads of scores: relative and absolute, with the softmax in float32, then in float16."""
+    table = rows("cpu/volta_ablation.csv")
+    return [
+        span(float(r[column]) for r in table if r["softmax"] == name)
+        for name in ("float32", "float16")
+        for column in ("relative", "absolute")
+    ]
 
 
 RIVALS = ("performer", "linformer", "nystromformer", "window")
@@ -364,6 +390,8 @@ def figures() -> dict[str, list[str]]:
         "cpu/nm_finetune_minilm.csv": finetuned("cpu"),
         "h100/nm_finetune_minilm.csv": finetuned("h100"),
         "cpu/nm_quality_minilm.csv": orders(),
+        "cpu/volta_ablation.csv": ablation(),
+        "cpu/nm_figure19.csv": raised(),
     }
 
 

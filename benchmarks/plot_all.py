@@ -29,7 +29,7 @@ TABLES = (
     "nm_memory", "nm_end_to_end", "nm_rivals", "pooled_depth", "models", "encoders",
 )  # fmt: skip
 QUALITY = {
-    "nm_quality_minilm": "minilm", "performer_mse": "performer", "attention_error": "attention_error", "nm_figure12": "figure12",
+    "nm_quality_minilm": "minilm", "performer_mse": "performer", "attention_error": "attention_error", "nm_figure12": "figure12", "nm_figure19": "figure19",
 }  # fmt: skip
 CURVES = {
     **dict.fromkeys(("learning", "listops", "mqar"), curves), **dict.fromkeys(("language", "needle"), language_curves),

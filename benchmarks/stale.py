@@ -67,6 +67,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "nm_finetune": (),  # trainings
     "nm_quality": (),
     "nm_figure12": (),  # errors of the method
+    "nm_figure19": (),
     "volta": ("exact/volta/*",),
 }
 # tables whose problems `tools.launches` reads -> notes of the rows that measure the device alone, or None if all do; other rows measure the host too

@@ -4,7 +4,7 @@ SDPA.
 Histories of 4,096 to 1,048,576 tokens of one row, and 64 rows with 32,768 tokens each. The device time of a token comes from a CUDA
 graph of STEPS consecutive tokens, with warm caches as in a real loop, and its note has the bytes that the cache holds; the host time
 from eager calls without waiting (note "host"). Ours appends the token to its cache in the measured time; dense attention only
-reads its cache. `roof_ms` is reading K and V once at the 4.8 TB/s of an H200's memory.
+reads its cache. Rows `decode` are given the token's scores, rows `decode_sampled` make them from its value in the measured time. `roof_ms` is reading K and V once at the 4.8 TB/s of an H200's memory.
 """
 
 from __future__ import annotations
@@ -50,6 +50,14 @@ class Cost(NamedTuple):
         return f"cache {self.held} bytes" if self.held == self.dense else f"cache {self.held} bytes, dense {self.dense} bytes"
 
 
+class Token(NamedTuple):
+    """The tensors of a decoded token."""
+
+    key: Tensor
+    value: Tensor
+    scores: Tensor
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
     """Every history of each batch, ours first."""
     for batch, histories in HISTORIES.items():
@@ -72,17 +80,40 @@ def _batch(writer: Writer, batch: int, histories: tuple[int, ...]) -> None:
 
 
 def _ours(writer: Writer, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, keep: int) -> str:
-    cache = filled(key, value, scores, keep)
+    """Write the rows with scores given and made, and print both."""
     rows = torch.randint(0, key.shape[2], (STEPS,)).tolist()
-    tokens = [tuple(x[:, :, i : i + 1].contiguous() for x in (key, value, scores)) for i in rows]
-    error = error_ratio(cache, query, *tokens[0], keep=keep)
+    tokens = [Token(*(x[:, :, i : i + 1].contiguous() for x in (key, value, scores))) for i in rows]
+    return "  ".join(
+        _decode(writer, name, query, (key, value, scores), tokens, score, keep) for name, score in ways_of_scores(key).items()
+    )
+
+
+def ways_of_scores(key: Tensor) -> dict[str, Callable[[Token], Tensor]]:
+    """The scores of a token by the name of the backend: given, or made from its value."""
+    width = key.shape[1] * key.shape[3]
+    weight = (torch.randn(key.shape[1], width, device=key.device) / width**0.5).to(key.dtype)
+    gate = torch.ones(key.shape[1], device=key.device)
+    return {
+        "decode": lambda token: token.scores,
+        "decode_sampled": lambda token: saccade.dynamic_mask_scores(token.value, weight, gate),
+    }
+
+
+def _decode(
+    writer: Writer, name: str, query: Tensor, history: tuple[Tensor, Tensor, Tensor], tokens: list[Token],
+    score: Callable[[Token], Tensor], keep: int,
+) -> str:  # fmt: skip
+    key, value, _ = history
+    cache = filled(*history, keep)
+    first = tokens[0]
+    error = error_ratio(cache, query, first.key, first.value, score(first), keep=keep)
 
     def steps() -> None:
         for token in tokens:
-            cache.attend(query, *token, enable_gqa=True, backend=BACKEND)
+            cache.attend(query, token.key, token.value, score(token), enable_gqa=True, backend=BACKEND)
 
     cost = Cost(minimum_ms(len(query), keep), cache.nbytes, dense_bytes(key, value), error)
-    return _measured(writer, described(key, f"keep={keep}"), "decode", steps, len(tokens), cost)[1]
+    return _measured(writer, described(key, f"keep={keep}"), name, steps, len(tokens), cost)[1]
 
 
 def _peer(writer: Writer, name: str, query: Tensor, key: Tensor, value: Tensor) -> str:

@@ -2,11 +2,13 @@
 peak memory.
 
 Times are of the public function: forward includes expiry, lists and the check of the scores; backward builds its lists again.
+Rows `gather` are given the scores of keys; rows `gather_sampled` make random ones from the values in the timed call, by
+`saccade.dynamic_mask_scores`, and backward reaches the values, the weight and A.
 Peers: SDPA's cuDNN and FLASH backends and FlashAttention-4, dense and causal with their key heads grouped or expanded;
 FlexAttention with the exact mask, its block mask timed apart, while it fits. For reference alone, at the same lengths: SDPA with
 a dense mask, the paper's baseline, and the Triton kernel of the authors' last package with masks (flash-sparse-attn 1.2.4), where
-it is installed; the making of their masks is not timed, and the difference of their outputs from ours is noted. Calls of one
-shape take turns, three times or, if short, eleven times, in a new random order. `roof_ms` is that of the kept pairs at 790
+it is installed; the making of their masks is not timed, and the difference of their outputs from ours is noted. Ours in turns with
+these is `gather_beside_masks`. Calls of one shape take turns, three times or, if short, eleven times, in a new random order. `roof_ms` is that of the kept pairs at 790
 TFLOP/s (bf16, measured as the peak of a large matrix product), not of memory. The note of a forward row has the peak memory of
 forward alone, without gradient, and that of a backward row of both together, each with its inputs.
 """
@@ -22,6 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from peers import peers
 from rows import Row, Writer, numbers_of
+from tables.dynamic_mask_sampling import made
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -33,6 +36,9 @@ PEAK_TFLOPS = 790.0
 MASK_LENGTHS, MASK_KEEP = (4096, 8192), 1024
 DEVICE = "cuda"
 BACKEND = "gather"
+SAMPLED, BESIDE_MASKS = "gather_sampled", "gather_beside_masks"
+OF_MASKS = (BESIDE_MASKS, "sdpa_mask", "fsa", "flex")
+NAMES = ("gather", SAMPLED, "sdpa_flash", "sdpa_cudnn", "fa4", *OF_MASKS)
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Case:
-    """Settings that are timed in one go. masks: the implementations that take the exact mask, in the place of ours and of dense peers."""
+    """Settings that are timed in one go. masks: the implementations that take the exact mask, in the place of dense peers."""
 
     settings: tuple[Setting, ...]
     masks: bool
@@ -103,15 +109,14 @@ def every_case() -> list[Case]:
 def case_of(row: Mapping[str, str]) -> str:
     """The name of a row's case."""
     size = numbers_of(row["problem"])
-    return f"n={size['Tk']} D={size['D']}{' masks' if row['backend'] in ('sdpa_mask', 'fsa', 'flex') else ''}"
+    return f"n={size['Tk']} D={size['D']}{' masks' if row['backend'] in OF_MASKS else ''}"
 
 
 def run(writer: Writer, repeat_ms: int) -> None:
     """For each shape, measure the dense peers and every setting of ours in turns; then the others that take the exact mask."""
     for case in writer.part.cases(every_case()):
         if case.masks:
-            setting = case.settings[0]
-            _compare(writer, [*_dense_masks(setting), *_flex(writer, setting, repeat_ms)], repeat_ms)
+            _beside_masks(writer, case.settings[0], repeat_ms)
         else:
             _beside_dense(writer, case.settings, repeat_ms)
         gc.collect()
@@ -120,12 +125,23 @@ def run(writer: Writer, repeat_ms: int) -> None:
 
 
 def _beside_dense(writer: Writer, settings: tuple[Setting, ...], repeat_ms: int) -> None:
-    ours = [_ours(setting) for setting in settings]
-    peers = _peers(settings[0])
+    sampled = [_sampled(setting) for setting in settings if setting.scores == "random"]
+    ours = [own for own in (*map(_ours, settings), *sampled) if writer.part.has(own.name)]
+    peers = [peer for peer in _peers(settings[0]) if writer.part.has(peer.name) and _runs(peer)]
     times = _compare(writer, [*ours, *peers], repeat_ms)
     dense = _better_form({str(peer): peer.name for peer in peers}, times)
-    for setting, own in zip(settings, ours, strict=True):
-        print(_line(setting, times[str(own)], dense), flush=True)
+    for own in ours:
+        print(own.name, _line(own.setting, times[str(own)], dense), flush=True)
+
+
+def _beside_masks(writer: Writer, setting: Setting, repeat_ms: int) -> None:
+    contenders = [replace(_ours(setting), name=BESIDE_MASKS), *_dense_masks(setting)]
+    if writer.part.has("flex"):
+        contenders += _flex(writer, setting, repeat_ms)
+    contenders = [contender for contender in contenders if writer.part.has(contender.name)]
+    times = _compare(writer, contenders, repeat_ms)
+    for name, found in times.items():
+        print(f"{name}: fwd {found['fwd']:.3f} ms, bwd {found['bwd']:.3f} ms", flush=True)
 
 
 def key_scores(setting: Setting) -> Tensor:
@@ -155,8 +171,18 @@ def _ours(setting: Setting) -> Contender:
     return Contender("gather", setting, call, leaves, dout, min(setting.keep, setting.length))
 
 
+def _sampled(setting: Setting) -> Contender:
+    query, key, value, weight, A = leaves = made(setting)
+
+    def call() -> Tensor:
+        scores = saccade.dynamic_mask_scores(value, weight, A)
+        return saccade.dynamic_mask_attention(query, key, value, scores, keep=setting.keep, enable_gqa=True, backend=BACKEND)
+
+    return Contender(SAMPLED, setting, call, leaves, torch.randn_like(query), min(setting.keep, setting.length))
+
+
 def _peers(setting: Setting) -> list[Contender]:
-    """The dense contenders that run, with their key heads grouped or expanded."""
+    """The dense contenders, with their key heads grouped or expanded."""
     found = []
     long = setting.length > 16384
     for name, peer in peers().items():
@@ -172,7 +198,7 @@ def _peers(setting: Setting) -> list[Contender]:
                 return peer(*qkv, is_causal=True, **options)
 
             found.append(Contender(name, setting, call, qkv, dout, None, "expanded heads" if expand else "grouped heads"))
-    return [contender for contender in found if _runs(contender)]
+    return found
 
 
 def _runs(contender: Contender) -> bool:
@@ -199,10 +225,10 @@ def _dense_masks(setting: Setting) -> list[Contender]:
         grouped, _ = _leaves(setting)
         added = scores[:, :, None, :].bfloat16()
         found.append(Contender("fsa", setting, lambda: _fsa(*grouped, kept, added), grouped, dout, setting.keep, "grouped heads"))
-    return [_beside_ours(contender, scores) for contender in found if _runs(contender)]
+    return [_noted(contender, scores) for contender in found if _runs(contender)]
 
 
-def _beside_ours(contender: Contender, scores: Tensor) -> Contender:
+def _noted(contender: Contender, scores: Tensor) -> Contender:
     """The same, with the difference of its outputs from ours in its note."""
     leaves, keep = contender.leaves, contender.setting.keep
     ours = saccade.dynamic_mask_attention(*leaves, _spread(scores, leaves), keep=keep, enable_gqa=True)

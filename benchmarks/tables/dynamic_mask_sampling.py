@@ -3,8 +3,8 @@
 Rows "sampling" are `s = exp(A * softplus(values W^T))` alone, forward without gradient and forward with backward: by
 `saccade.dynamic_mask_scores`, and by torch's operations, eager and compiled, with the product in the dtype of the values as in a model.
 Rows "auto" are `saccade.dynamic_mask_attention` as a program calls it, with the same scores given ("without sampling") and computed from
-the values in the timed call ("with sampling"); both take turns, as do the three ways of sampling. The other tables of dynamic masks are
-without it. Dense attention has no such step; the authors' kernel and FlexAttention with the exact mask take theirs from torch, so the
+the values in the timed call ("with sampling"); both take turns, as do the three ways of sampling. `dynamic_mask_length` and
+`dynamic_mask_decode` have rows with it, other tables of dynamic masks do not. Dense attention has no such step; the authors' kernel and FlexAttention with the exact mask take theirs from torch, so the
 row of torch is to be added to theirs.
 
 `roof_ms` of sampling is its bytes at the 3.35 TB/s of an H100: forward reads the values, backward reads them again and writes their

@@ -182,6 +182,13 @@ def steps_of(plan: Plan, method: str) -> int:
     return 0 if method.endswith(UNTRAINED) else plan.of(method).steps
 
 
+def base_of(method: str) -> str | None:
+    """The method with whose last weights another begins."""
+    if method.endswith("_reversed"):
+        return method.replace("_reversed", "_tuned")
+    return "dense" if method.endswith(("_pruned", "_tuned")) else None
+
+
 def made_with(plan: Plan, method: str, corpus: str | None) -> dict[str, Any]:
     """The columns with which each row of a run must agree."""
     return {
@@ -193,9 +200,8 @@ def job_of(plan: Plan, text: Text, out: Path) -> Job:
     """The job that the runs of a command share."""
 
     def base(key: Key) -> Key | None:
-        if key[1].endswith("_reversed"):
-            return (key[0], key[1].replace("_reversed", "_tuned"), key[2])
-        return (key[0], "dense", key[2]) if key[1].endswith(("_pruned", "_tuned")) else None
+        method = base_of(key[1])
+        return (key[0], method, key[2]) if method else None
 
     return Job(
         out / "mlm.csv",
@@ -204,7 +210,7 @@ def job_of(plan: Plan, text: Text, out: Path) -> Job:
         lambda key: Run(plan, text, *key),
         lambda key: made_with(plan, key[1], text.name),
         base,
-        lambda key: key[1] in ("dense", "1:2_tuned", "2:4_tuned"),
+        lambda key: key[1] in map(base_of, METHODS),
     )
 
 

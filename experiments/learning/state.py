@@ -86,13 +86,16 @@ class State:
 
     def repair(self) -> None:
         """Bases whose weights are gone while a unit still begins with them are repeated, and weights that nobody needs are deleted."""
-        bases = {unit.base for unit in self.units if unit.base}
         needed = {unit.base for unit in self.units if unit.base and not self.is_whole(unit) and not self._has_checkpoint(unit)}
-        for base in filter(self.is_whole, bases):
-            if base not in needed:
-                self.weights(base).unlink(missing_ok=True)
-            elif not self.weights(base).is_file():
-                self._forget(base)
+        gone = [unit for unit in needed if self.is_whole(unit) and not self.weights(unit).is_file()]
+        for unit in gone:
+            self._forget(unit)
+        if gone:  # what these begin with is needed now
+            self.repair()
+            return
+        for unit in filter(self.is_whole, self.units):
+            if unit not in needed:
+                self.weights(unit).unlink(missing_ok=True)
 
     def _has_checkpoint(self, unit: Unit) -> bool:
         return any((self.folder(unit) / "checkpoints").glob("*.pt"))

@@ -8,8 +8,8 @@
 Dots are filler, drawn from token ids of its own: a score that sees a token can tell it from data, as the scores of a dynamic mask
 must. The data is `m` keys that a query needs from far away, among `n` that it could see.
 
-Source: Copy, Select and Induce of "Trainable Dynamic Mask Sparse Attention" (paper 004), Fig. 3, where they are a drawing; its
-Fig. 6 for MQAR. Forms are the usual ones of the field (selective copying, induction heads, MQAR with scattered queries).
+Source: Copy, Select and Induce of "Trainable Dynamic Mask Sparse Attention" (paper 004), Fig. 3, where they are a drawing; the
+paper names MQAR too. Forms are the usual ones of the field (selective copying, induction heads, MQAR with scattered queries).
 """
 
 from __future__ import annotations

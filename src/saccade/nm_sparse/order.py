@@ -18,7 +18,8 @@ def unordered_gradients(enabled: bool = True) -> Iterator[None]:
 
     By default gradients are the same bits every run, and backward takes two passes. In the context it takes one, if the GPU is an sm_90 and the
     call is 2:4 or 1:2 without dropout and a block mask. D has to be 65 to 128 with at least 1,024 queries and keys, or smaller with at least
-    8,192. Backward is then 1.08 to 1.23 times as fast on an H200. `dq` then differs from run to run by the rounding of a float32 sum of `Tk / 128`
+    8,192. On an H100 forward and backward together are then 1.08 to 1.21 times as fast from 2,048 tokens on at D = 128, 0.93 to 1.08 at 1,024, and
+    1.04 to 1.09 at D = 64 (h100/nm_fused.csv in benchmarks/results). `dq` then differs from run to run by the rounding of a float32 sum of `Tk / 128`
     terms. All other calls are unchanged. The call of `backward` has to be inside the context; the forward may be outside. All threads are
     affected. Contexts may be nested and overlap, and the newest counts. Under `torch.use_deterministic_algorithms(True)` nothing changes.
 
