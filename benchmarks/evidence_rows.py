@@ -18,8 +18,10 @@ def rows(name: str) -> Rows:
 
 
 def span(values: Iterable[float], digits: int = 2) -> str:
-    """The least and the largest of some values."""
+    """The least and the largest of some values; one value alone."""
     found = list(values)
+    if len(found) == 1:
+        return f"{found[0]:.{digits}f}"
     return f"{min(found):.{digits}f} to {max(found):.{digits}f}"
 
 

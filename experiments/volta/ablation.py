@@ -1,4 +1,4 @@
-"""What the conversion to float32 before the softmax is worth: forward with float16 sums, with it and without (paper 001, section 3.3).
+"""The worth of the conversion to float32 before the softmax: forward with float16 sums, with it and without (paper 001, section 3.3).
 
     python experiments/volta/ablation.py [--out benchmarks/results/cpu] [--lengths 512 1024 2048]        # a CPU with g++, minutes
 
