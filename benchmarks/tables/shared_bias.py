@@ -3,7 +3,8 @@
 The rows of structure models (N rows of N tokens with a bias of the pairs, with and without a mask of keys for each row), T5's relative bias, and large
 windows: one bias for all (Swin V2, Video Swin), and one for each window (SwinUNETR). All gradients are asked for, that of the bias too. The roof counts
 bytes alone, the bias once for all rows. Peers: torch's function, which is given the bias of every row where there is a mask, as its users build it,
-within the time; FlexAttention with the bias as score_mod, compiled for the shape, its compile time in the note; cuEquivariance where it is installed.
+within the time; FlexAttention with the bias as score_mod, compiled for the shape, its compile time in the note; cuEquivariance and cuDNN's own gradient
+of a bias (`cudnn_bias.py`, without masks), where they are installed.
 Rows with the note `captured` are replays of a CUDA graph, without the host's time.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from cudnn_bias import MULTIPLE, cudnn_bias
 from rows import Row, Writer
 from short_common import stream_bandwidth
 from steps import step
@@ -31,7 +33,7 @@ from saccade.testing.timing import Timing
 DEVICE = "cuda"
 _MOST_BIAS = 2**33  # numbers of the bias of every row, beyond which torch's function is not tried
 _OURS = ("long", "shared_bias", "ragged", "auto")
-NAMES = (*_OURS, "sdpa", "flex", "cuequivariance")
+NAMES = (*_OURS, "sdpa", "flex", "cuequivariance", "cudnn_bias")
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ def calls_of(shape: Shape) -> dict[str, Callable[[], Attend]]:
     found |= {"sdpa": functools.partial(by_torch, shape, mask), "flex": functools.partial(flex, shape, mask)}
     if not shape.windows and any(map(has_package, ("cuequivariance_torch", "cuequivariance_ops_torch"))):
         found["cuequivariance"] = functools.partial(cuequivariance, mask)
+    if mask is None and not shape.windows and shape.tokens % MULTIPLE == 0 and has_package("cudnn"):
+        found["cudnn_bias"] = lambda: cudnn_bias
     return found
 
 

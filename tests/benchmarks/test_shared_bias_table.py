@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -54,7 +55,15 @@ def test_every_call_computes_the_same(table, windows, masked, monkeypatch):
     leaves = [x.detach().double().requires_grad_() for x in shape.leaves()]
     mask, found = shape.mask(), {}
     calls = table.calls_of(shape)
-    assert set(calls) == {"long", "shared_bias", "ragged", "auto", "sdpa", "flex", *["cuequivariance"] * (not windows)}
+    assert set(calls) == {
+        "long",
+        "shared_bias",
+        "ragged",
+        "auto",
+        "sdpa",
+        "flex",
+        *["cuequivariance"] * (not windows),
+    }  # 10 tokens are none of cuDNN's
     for name in ("auto", "sdpa", "cuequivariance"):
         if name in calls:
             out = calls[name]()(*leaves)
@@ -66,6 +75,97 @@ def test_every_call_computes_the_same(table, windows, masked, monkeypatch):
     for results in found.values():
         for x, want in zip(results, found["sdpa"], strict=True):
             torch.testing.assert_close(x, want, rtol=1e-2, atol=1e-2)
+
+
+def test_cudnn_takes_what_it_has_a_gradient_for(table, monkeypatch):
+    monkeypatch.setattr(table, "has_package", lambda name: name == "cudnn")
+    taken = [shape for shape in table.SHAPES if "cudnn_bias" in table.calls_of(shape)]
+    assert {(shape.model, shape.tokens) for shape in taken} == {
+        *[("triangle", n) for n in (128, 256, 384, 512, 768, 1024)],
+        ("T5", 512),
+    }
+    assert not any(shape.masked for shape in taken)
+
+
+class _Node:
+    """A tensor of a graph that notes how it is told to lie."""
+
+    def __init__(self):
+        self.told = {}
+
+    def __getattr__(self, name):
+        return lambda value: (self.told.__setitem__(name, value), self)[1]
+
+
+class _Graph:
+    """cuDNN's graph in float64 on the CPU: its names are those of the arguments of the real one."""
+
+    memory: ClassVar = {}  # address -> tensor
+
+    def __init__(self, **options):
+        self.workspace = 0
+
+    def tensor(self, name, dim, stride, data_type):
+        return name
+
+    def sdpa(self, *, q, k, v, bias, attn_scale, is_inference, name):
+        assert not is_inference
+        self.scale, self.results = attn_scale, [_Node(), _Node()]
+        return tuple(self.results)
+
+    def sdpa_backward(self, *, q, k, v, o, dO, stats, bias, dBias, attn_scale, name):
+        self.scale, self.results = attn_scale, [_Node() for _ in range(3)]
+        return tuple(self.results)
+
+    def validate(self):
+        assert all(node.told["set_output"] and "set_stride" in node.told for node in self.results)
+
+    build_operation_graph = create_execution_plans = check_support = build_plans = lambda self, *given: None
+
+    def get_workspace_size(self):
+        return 0
+
+    @torch.enable_grad()
+    def execute(self, addresses, workspace, handle):
+        t = {name: self.memory[address] for name, address in addresses.items()}
+        leaves = [t[name].detach().requires_grad_() for name in ("q", "k", "v", "bias")]
+        scores = self.scale * leaves[0] @ leaves[1].mT + leaves[3]
+        out = scores.softmax(-1) @ leaves[2]
+        if len(self.results) == 2:
+            found = (out, scores.logsumexp(-1, keepdim=True))
+        else:
+            *found, dbias = torch.autograd.grad(out, leaves, t["dO"])
+            t["dBias"].copy_(dbias)
+            torch.testing.assert_close(t["o"], out)
+        for node, x in zip(self.results, found, strict=True):
+            t[node].copy_(x.detach())
+
+
+def test_cudnn_is_given_each_tensor_under_its_name(load, monkeypatch):
+    """The graph is stood in for, as there is no GPU: its arguments lead to the right outputs and gradients."""
+    module = load("cudnn_bias")
+    cudnn = ModuleType("cudnn")
+    cudnn.data_type = SimpleNamespace(BFLOAT16=0, HALF=1, FLOAT=2)
+    cudnn.heur_mode = SimpleNamespace(A=0, FALLBACK=1)
+    cudnn.create_handle, cudnn.set_stream, cudnn.pygraph = (lambda: 0), (lambda **given: None), _Graph
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    run = module.Graph.run
+    monkeypatch.setattr(
+        module.Graph,
+        "run",
+        lambda self, given: (_Graph.memory.update({x.data_ptr(): x for x in given.values()}), run(self, given)),
+    )
+    leaves = [torch.randn(3, 5, 2, 4).transpose(1, 2).requires_grad_() for _ in range(3)]
+    leaves.append(torch.randn(1, 2, 5, 5, requires_grad=True))
+    results = [f(*leaves) for f in (module.cudnn_bias, torch.nn.functional.scaled_dot_product_attention)]
+    torch.testing.assert_close(*results)
+    weights = torch.randn(3, 2, 5, 4)
+    for x, y in zip(*[torch.autograd.grad(out, leaves, weights) for out in results], strict=True):
+        torch.testing.assert_close(x, y)
+    with pytest.raises(ValueError, match="the strides are"):
+        module.cudnn_bias(leaves[0], leaves[1], leaves[2].contiguous(), leaves[3])
+    module._shape.cache_clear()
 
 
 def test_it_runs(table, load, monkeypatch, timed_once, tmp_path):
