@@ -199,17 +199,26 @@ def is_measured(name: str, patterns: Iterable[str], blob: str) -> bool:
 
 def _is_in(name: str, blob: str, commit: str, by_launches: bool, problem: str) -> bool:
     """Whether a commit has the code of a file, there or under another folder, or each definition of it in files of the same wing."""
+    if _has_not_changed(name, blob, commit):
+        return True
+    equal = equal_codes(name, _digest(_definitions(blob, Path(name).suffix)), commit if by_launches else "", (commit, problem))
+    return bool(_older_codes(name, commit) & equal)
+
+
+@cache
+def _has_not_changed(name: str, blob: str, commit: str) -> bool:
     before = _tree(commit)
     if blob in before.values():
         return True
+    return _definitions(blob, Path(name).suffix) <= _wing(commit, name) and not _redefines(name, blob, before.get(name))
+
+
+@cache
+def _older_codes(name: str, commit: str) -> set[str]:
+    """The codes that files of this name had at a commit."""
+    before = _tree(commit)
     same_name = {old for path, old in before.items() if path.startswith("src/") and Path(path).name == Path(name).name}
-    definitions = _definitions(blob, Path(name).suffix)
-    if definitions <= _wing(commit, name) and not _redefines(name, blob, before.get(name)):
-        return True
-    equal = equal_codes(name, _digest(definitions), commit if by_launches else "", (commit, problem))
-    if name not in before and ABSENT in equal:
-        return True
-    return any(_digest(_definitions(old, Path(name).suffix)) in equal for old in same_name)
+    return {_digest(_definitions(old, Path(name).suffix)) for old in same_name} | ({ABSENT} if name not in before else set())
 
 
 def _redefines(name: str, blob: str, old: str | None) -> bool:
