@@ -74,7 +74,7 @@ def test_a_layer_is_compiled_once_for_all_sizes():
         for n in (3, 13, 15):
             computed(one.run_fused, one, (n, 1, n))
     assert one.fusion.seconds == seconds
-    assert one.fusion.describe().startswith("fused by torch.compile, which took")
+    assert seconds > 0
 
 
 def test_under_autocast_the_product_is_of_its_dtype():
