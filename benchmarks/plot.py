@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def _figure(rows: Rows) -> Any:
 
 
 def _rows(rows: Rows) -> Iterator[tuple[str, marks.Row]]:
-    """Heading and row of every problem; one that no peer ran is left out."""
+    """Heading and row of every problem; one that no peer ran is left out. Problems of one name have their batch beside it."""
+    names = Counter(_label(problem) for problem in {r["problem"] for r in rows})
     for problem, in_graph in sorted({(r["problem"], _in_graph(r)): None for r in rows}, key=lambda found: found[1]):
         times: Times = {}
         of_problem = [r for r in rows if (r["problem"], _in_graph(r)) == (problem, in_graph)]
@@ -113,6 +115,8 @@ def _rows(rows: Rows) -> Iterator[tuple[str, marks.Row]]:
                 said.append((marks.number(gain), style.LOOKS[best].name))
         if dots:
             heading, label = _label(problem)
+            if names[heading, label] > 1:
+                label += f", B = {int(re.findall(r'B=([0-9]+)', problem)[0]):,}"
             note = of_problem[0]["note"].split(", ")[0]  # a model's name, if the table has one
             heading = note if note not in ("", "captured") else heading
             yield (

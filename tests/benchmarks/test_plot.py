@@ -55,6 +55,19 @@ def test_a_plot_is_the_same_on_light_and_on_dark_paper(table, tmp_path):
             assert ours.sum() > 500
 
 
+def test_problems_of_one_name_have_their_batch_beside_it():
+    problems = [
+        f"attention(B={batch} H=8 Tq={tokens} Tk={tokens} D=16 bf16)" for batch, tokens in ((10, 12), (2000, 12), (10, 40))
+    ]
+    rows = [
+        {"problem": problem, "direction": "fwd", "backend": backend, "ms_p50": "1.0", "note": ""}
+        for problem in problems
+        for backend in ("short", "sdpa_flash")
+    ]
+    labels = [row.name for _, row in plot._rows(rows)]
+    assert labels == ["12 tokens, D = 16, B = 10", "12 tokens, D = 16, B = 2,000", "40 tokens, D = 16"]
+
+
 def test_an_implementation_has_one_name_and_one_colour():
     names = {look.name for look in plot_style.LOOKS.values()}
     assert len(names) == len({look.colour for look in plot_style.LOOKS.values()})
