@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import torch
+from cudnn_graph import plan
 from torch import Tensor
 
 MULTIPLE = 64  # of tokens, for which cuDNN has a gradient of the bias
@@ -43,14 +44,7 @@ class Graph:
 
     def build(self) -> None:
         """Choose a plan, once every tensor is known."""
-        import cudnn
-
-        self.graph.validate()
-        self.graph.build_operation_graph()
-        self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        self.graph.check_support()
-        self.graph.build_plans()
-        self.workspace = torch.empty(max(1, self.graph.get_workspace_size()), dtype=torch.uint8, device=self.device)
+        self.workspace = plan(self.graph, self.device)
 
     def run(self, tensors: dict[str, Tensor]) -> None:
         """Launch it on the current stream."""
@@ -85,8 +79,9 @@ class Shape:
 
 
 @functools.lru_cache(maxsize=1)  # a graph holds memory to work in
-def _shape(*key: Any) -> Shape:
-    _, device, dtype, sizes, strides, heads, tokens = key
+def _shape(
+    device: torch.device, dtype: torch.dtype, sizes: torch.Size, strides: tuple[int, ...], heads: int, tokens: int
+) -> Shape:
     query = torch.empty_strided(sizes, strides, dtype=dtype, device=device)
     return Shape(query, torch.empty(1, heads, tokens, tokens, dtype=dtype, device=device))
 
@@ -94,7 +89,7 @@ def _shape(*key: Any) -> Shape:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-        shape = _shape("bias", query.device, query.dtype, query.shape, query.stride(), *bias.shape[1:3])
+        shape = _shape(query.device, query.dtype, query.shape, query.stride(), *bias.shape[1:3])
         out, lse = torch.empty_like(query), torch.empty_like(shape.lse)
         shape.forward.run({"q": query, "k": key, "v": value, "bias": bias, "o": out, "stats": lse})
         ctx.save_for_backward(query, key, value, bias, out, lse)

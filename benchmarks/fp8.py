@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from cudnn_graph import plan
 from torch import Tensor
 
 from saccade.hardware import has_package
@@ -53,13 +54,8 @@ class CudnnFp8:
         out.set_output(True).set_dim(shape).set_stride(strides).set_data_type(kinds.FP8_E4M3)
         for one in largest:
             one.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(kinds.FLOAT)
-        self.graph.validate()
-        self.graph.build_operation_graph()
-        self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        self.graph.check_support()
-        self.graph.build_plans()
         device = query.device
-        self.workspace = torch.empty(max(1, self.graph.get_workspace_size()), dtype=torch.uint8, device=device)
+        self.workspace = plan(self.graph, device)
         self.given, self.results = given, (out, *largest)
         self.out = torch.empty_strided(shape, strides, dtype=torch.float8_e4m3fn, device=device)
         self.largest = [torch.empty(1, 1, 1, 1, device=device) for _ in largest]

@@ -508,18 +508,23 @@ def test_two_encoders_at_once(tokenizer_folder, bert):
         same(found[i], expected[i % 2])
 
 
+def encoding_child(model, count):
+    """(a forked process that is to be started, the queue into which it puts embeddings)."""
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+
+    def child():
+        torch.set_num_threads(1)
+        queue.put(model.encode(texts(count)))
+
+    return context.Process(target=child), queue
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_fork_after_use(bert):
     with saccade.optimize(bert):
         expected = bert.encode(texts(300))
-        context = multiprocessing.get_context("fork")
-        queue = context.Queue()
-
-        def child():
-            torch.set_num_threads(1)
-            queue.put(bert.encode(texts(300)))
-
-        process = context.Process(target=child)
+        process, queue = encoding_child(bert, 300)
         process.start()
         found = queue.get(timeout=60)
         process.join(10)
@@ -544,14 +549,7 @@ def test_fork_while_another_thread_is_inside(bert):
         thread = threading.Thread(target=lambda: bert.encode(texts(8)))
         thread.start()
         assert inside.wait(60)
-        context = multiprocessing.get_context("fork")
-        queue = context.Queue()
-
-        def child():
-            torch.set_num_threads(1)
-            queue.put(bert.encode(texts(8)))
-
-        process = context.Process(target=child)
+        process, queue = encoding_child(bert, 8)
         threading.Timer(0.3, goes_on.set).start()
         process.start()
         try:

@@ -133,6 +133,7 @@ class _Ring(torch.autograd.Function):
     def forward(ctx, query, key, value, is_causal, scale, mesh, context):
         anchor, kept = torch.empty(0, requires_grad=True), _Kept()
         with _balanced(is_causal), _as_torch_has_it(), _inside(context, mesh, query), torch.enable_grad(), kept.hooks():
+            # a leaf would be kept by its graph
             given = [Tracked.apply(x.detach(), anchor) for x in (query, key, value)]
             # by name: the context puts the ring in its place
             out = getattr(F, torch_attention.__name__)(*given, is_causal=is_causal, scale=scale)
