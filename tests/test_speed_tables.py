@@ -152,6 +152,24 @@ def test_sentences_a_second():
             assert row["note"].startswith(f"{cell.replace(',', '')} texts/s"), (backend, batch)
 
 
+def test_pages_that_quote_sentences_over_stock_in_eager():
+    gains = {}
+    for batch in (1, 8, 32, 128, 512, 2048):
+        rows = of_encoders(f"MiniLM B={batch}", "fwd")
+        gains[batch] = float(rows["stock"]["ms_p50"]) / float(rows["saccade"]["ms_p50"])
+    for page, sentence, batches in (
+        ("README.md", r"MiniLM embeds sentences ([\d.]+) to ([\d.]+) times", (2048, 1)),
+        ("docs/guides/text.md", r"MiniLM then embeds ([\d.]+) to ([\d.]+) times", (2048, 1)),
+        ("docs/index.md", r"sentences ([\d.]+) times .* of 32\. In batches of 2,048 it is ([\d.]+) times", (32, 2048)),
+        ("docs/speed/index.md", r"MiniLM embeds ([\d.]+) times as many sentences as stock in batches of 32", (32,)),
+    ):
+        found = re.search(sentence, (ROOT / page).read_text(encoding="utf-8"))
+        assert found, page
+        for quoted, batch in zip(found.groups(), batches, strict=True):
+            assert close(quoted, gains[batch]), (page, batch)
+    assert (min(gains, key=gains.__getitem__), max(gains, key=gains.__getitem__)) == (2048, 1)
+
+
 def test_a_training_step():
     backends = ("stock", "saccade", "stock_captured", "saccade_plain_captured", "saccade_captured")
     head = "MiniLM and BERT-base, bf16, AdamW, ms | MiniLM 64 | 256 | BERT-base 64 | 256"
