@@ -123,7 +123,9 @@ class State:
             return
         config = getattr(self.model.__dict__.get("config"), "__dict__", {})
         marks = [*self._marks, *self._choices]
-        self._walked = [*self._dicts, config], self._hooks, self._owns, marks
+        dicts = [*self._dicts, config]
+        every = {id(x): x for x in [*dicts, *self._owns, *[own for own, _ in marks]]}
+        self._walked = dicts, self._hooks, self._owns, marks, [*every.values()]
         self._held = [*config.values(), *[own.get(name) for own, name in marks]]
         self._quick = native.module.state_of(*self._walked), self._numbers()
         # a replay that is dropped must not have drawn random numbers
