@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from saccade import native
 from saccade.encoders import packing
 from saccade.encoders.capacity import size_of, sizes_of
 from saccade.encoders.families import Family
+from saccade.encoders.graphs import Inputs
 from saccade.native.build import Build
 
 
@@ -67,6 +70,46 @@ def test_rows_go_back_to_their_places():
     rows = torch.arange(1.0, 7.0).view(3, 2)
     found = packing.unpack(rows, torch.tensor([1, 2, 5]), (2, 3))
     assert found.tolist() == [[[0, 0], [1, 2], [3, 4]], [[0, 0], [0, 0], [5, 6]]]
+
+
+@pytest.mark.parametrize("where", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rows_go_back_as_torch_brings_them(module, dtype, where):
+    rows, places = torch.randn(9, 5).to(dtype), torch.randperm(12)[:8].sort().values
+    with where():
+        ours, theirs = module.unpack(rows, places, 7, 3, 4), packing.unpack(rows[:7], places[:7], (3, 4))
+        assert torch.equal(ours, theirs)
+        assert (ours.dtype, ours.stride(), ours.is_inference()) == (dtype, theirs.stride(), theirs.is_inference())
+    with pytest.raises(RuntimeError):
+        module.unpack(rows, places, 9, 3, 4)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 8])
+def test_memory_is_filled_as_by_numpy(module, monkeypatch, tokens):
+    batch = packing.Packed((2, 9), tokens, np.arange(4 * tokens).reshape(4, tokens), np.array([0, 0, tokens], np.int32), 7)
+    by_both = []
+    for one in (module, None):
+        monkeypatch.setattr(native, "module", one)
+        monkeypatch.setattr(torch.cuda, "Event", MagicMock())
+        inputs = Inputs(8, torch.device("cpu"), 8)
+        inputs.memory.fill_(-1)
+        for x in inputs.pinned:
+            x.fill_(-1)
+        inputs.load(batch)
+        by_both.append((inputs.numbers.clone(), inputs.ends.clone()))
+    assert all(map(torch.equal, *by_both))
+    assert by_both[0][1].tolist() == [0, 0, *[tokens] * 7]
+
+
+def test_what_does_not_fit_is_not_filled_in(module):
+    memory, ends = torch.zeros(4 * 8 + 5, dtype=torch.int64), np.zeros(3, np.int32)
+    for wrong in ((memory, 8, np.zeros((4, 9), np.int64), ends), (memory, 8, np.zeros((4, 3), np.int32), ends),
+                  (memory, 9, np.zeros((4, 9), np.int64), ends), (memory, 8, np.zeros((4, 8), np.int64), np.zeros(10, np.int32)),
+                  (memory.int(), 8, np.zeros((4, 8), np.int64), ends)):  # fmt: skip
+        with pytest.raises(RuntimeError, match="fill"):
+            module.fill(*wrong)
+    with pytest.raises((BufferError, ValueError)):
+        module.fill(memory, 8, np.zeros((8, 4), np.int64).T, ends)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

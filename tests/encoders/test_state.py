@@ -122,10 +122,26 @@ def test_what_changes_rarely_is_counted(by):
     before = state.changes
     state.read()
     assert (state.changes == before) == (by == "c++")
+    model.encoder.layer[0].note = 1  # of no module's forward
+    before = state.changes
+    state.read()
+    assert (state.changes == before) == (by == "c++")
     before, number = state.changes, state.read()
     model.config.output_hidden_states = True
     assert state.read() == number
     assert state.changes > before
+
+
+def test_a_part_that_takes_the_place_of_another_attribute_is_seen(by):
+    """As many attributes as before, and one of them is a forward."""
+    model = made("bert")[0].eval()
+    model.encoder.layer[1].note = 1
+    state = State(model)
+    state.read()
+    del model.encoder.layer[1].note
+    model.encoder.layer[1].forward = model.encoder.layer[1].forward
+    state.read()
+    assert "forward of its own" in state.watched
 
 
 def test_a_model_on_a_gpu_has_its_state_read_by_c_once_that_is_compiled(monkeypatch):

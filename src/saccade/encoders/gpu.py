@@ -46,7 +46,7 @@ class Gpu:
             rows, *pooled = graph(batch, stream)
             if early and served.has_changed():
                 return None
-            padded = unpack(rows[: batch.tokens], graph.inputs.places(batch.tokens), batch.shape)
+            padded = graph.inputs.unpacked(rows, batch)
             return padded, pooled[0][: batch.shape[0]].clone() if pooled else None
         rows = graph(batch, stream, served.state.parameters)[0][: batch.tokens]
         return unpack(rows, graph.inputs.places(batch.tokens).clone(), batch.shape), None

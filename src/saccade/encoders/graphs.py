@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.encoders.packing import IDS, PLACES, POSITIONS, TYPES, Packed
+from saccade import native
+from saccade.encoders.packing import IDS, PLACES, POSITIONS, TYPES, Packed, unpack
 
 Run = Callable[[Any], tuple[Tensor, ...]]  # what leaves a model, of its inputs; each with a first dimension of their size
 Make = Callable[[], Any]  # the memory from which a graph reads, with a `load(batch)`
@@ -39,6 +40,7 @@ class Inputs:
             pins = device.type == "cuda"
             self.pinned = [torch.zeros(length, dtype=torch.int64, device="cpu", pin_memory=pins) for _ in range(2)]
             self.numbers, self.ends = self._parts(self.memory)
+            self._places = self.numbers[PLACES]
         self.host = [tuple([x.numpy() for x in self._parts(memory)]) for memory in self.pinned]
         self.sent = [torch.cuda.Event(), torch.cuda.Event()]
         self.turn = 0
@@ -66,15 +68,25 @@ class Inputs:
         # the copy from this half may still run
         self.turn ^= 1
         self.sent[self.turn].synchronize()
-        table, borders = self.host[self.turn]
-        table[:, :tokens], table[:, tokens:] = batch.numbers, 0
-        borders[: len(batch.ends)], borders[len(batch.ends) :] = batch.ends, tokens
+        if native.module is not None:
+            native.module.fill(self.pinned[self.turn], self.capacity, batch.numbers, batch.ends)
+        else:
+            table, borders = self.host[self.turn]
+            table[:, :tokens], table[:, tokens:] = batch.numbers, 0
+            borders[: len(batch.ends)], borders[len(batch.ends) :] = batch.ends, tokens
         self.memory.copy_(self.pinned[self.turn], non_blocking=True)
         self.sent[self.turn].record(stream)
 
     def places(self, tokens: int) -> Tensor:
         """The places of the tokens in the padded batch."""
-        return self.numbers[PLACES, :tokens]
+        return self._places[:tokens]
+
+    def unpacked(self, rows: Tensor, batch: Packed) -> Tensor:
+        """The rows of a batch in its padded places, in memory of their own."""
+        if native.module is None:
+            return unpack(rows[: batch.tokens], self.places(batch.tokens), batch.shape)
+        found: Tensor = native.module.unpack(rows, self._places, batch.tokens, *batch.shape)
+        return found
 
     def arguments(self, types: bool) -> dict[str, Tensor]:
         """The arguments of a model: one row of packed tokens."""

@@ -35,7 +35,7 @@ class Facts(NamedTuple):
     """The facts about a model and its config that calls need, read anew when they may have changed.
 
     reason: why every call runs as stock; empty if nothing speaks against packing. longest: positions, None if there is no end. reads_first: whether
-    the first column of a batch is read behind the encoder. pooler: what is applied to the padded last layer.
+    the first column of a batch is read behind the encoder. pooler: what is applied to the padded last layer. most: tokens that a sequence may have.
     """
 
     reason: str
@@ -43,6 +43,7 @@ class Facts(NamedTuple):
     reads_first: bool
     return_dict: bool
     pooler: Any
+    most: int
 
 
 def signature(given: dict[str, Any], ignored: str) -> tuple | None:

@@ -24,7 +24,7 @@ class Sentences(Own):
         super().__init__(model)
         self.model, self.served = model, served
         first, pooling, *self.rest = model.children()
-        self._watched = [first, pooling]
+        self._watched, self._parts = [first, pooling], [*model._modules.values()]
 
     def __call__(self, input: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         if (
@@ -46,15 +46,16 @@ class Sentences(Own):
 
     def _changed(self) -> bool:
         """Whether somebody would notice that the first two modules are not called."""
-        parts = [*self.model.children()]
-        if len(parts) != 2 + len(self.rest) or any(x is not y for x, y in zip(parts, [*self._watched, *self.rest], strict=True)):
+        if [*self.model._modules.values()] != self._parts:
             return True
         base = self.served.model
         if self._watched[0].model is not base or "forward" in self._watched[0].__dict__:
             return True
-        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in (*self._watched, base))
+        for m in (*self._watched, base):
+            if m._forward_hooks or m._forward_pre_hooks:
+                return True
         replaced = getattr(base.__dict__.get("forward"), "served", None) is not self.served
-        return hooked or replaced or self.served.pooling is None or self.served.pooling.pooling_mode != self.served.mode
+        return replaced or self.served.pooling is None or self.served.pooling.pooling_mode != self.served.mode
 
 
 def attach(model: nn.Module, served: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade import native
 from saccade.encoders import attention, base, families
 from saccade.encoders.attention import Borders
 from saccade.encoders.base import OF_LOSSES, Encoder
@@ -16,6 +17,7 @@ from saccade.encoders.packing import Given, Packed, pack, packed_on_host, pieces
 from saccade.encoders.plans import Build, Changed, Facts, builder
 from saccade.encoders.pooling import Pool, keep
 from saccade.engine.calls import read_later
+from saccade.engine.problem import captured
 from saccade.engine.switch import REASON, is_disabled
 from saccade.errors import InvalidArgument
 
@@ -44,6 +46,7 @@ class Served(Encoder):
         # positions are counted by the embeddings' own number, which a later change of the config does not reach
         counted_by = getattr(getattr(model, "embeddings", None), "padding_idx", None)
         self.padding = int(model.config.pad_token_id or 0) if counted_by is None else int(counted_by)
+        self._counted = self.family.positions == "counted"
         self.has_head = has_head
         self.unfit = ""  # why nothing is packed
         self.output_type: Any = None
@@ -95,6 +98,9 @@ class Served(Encoder):
         """(the padded last layer, the embeddings) of a batch from a graph; None if the modules have to be called."""
         if self.pool is None or getattr(running, "inside", None) is not None:
             return None
+        found = self._pooled_early(given)
+        if found is not None:
+            return found
         given = {name: x for name, x in given.items() if name in _PACKED}
         if self._read((), given)[1]:
             return None
@@ -115,6 +121,39 @@ class Served(Encoder):
             return parts[0]
         padded, embeddings = zip(*parts, strict=True)  # type: ignore[arg-type]
         return torch.cat(padded), torch.cat(embeddings)
+
+    def _pooled_early(self, given: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """As `pooled`, of a batch on the host and a model that has not changed since its last call; None of any other.
+
+        C++ packs such batches alone, so most of what `_refused` and `_pack` ask has its answer.
+        """
+        if native.module is None or self.unfit or self.failed or is_disabled() or torch.jit.is_tracing() or captured():
+            return None
+        ids, mask, types, positions = map(given.get, _PACKED)
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or not 0 < ids.numel() <= packed_on_host():
+            return None
+        if mask is not None and getattr(mask, "shape", None) != ids.shape:
+            return None
+        with self.lock:
+            early, state = self._settled == self.state.changes and self.state.may_hold(), self._number
+            if not early or torch.is_grad_enabled() or self.facts.reason:
+                return None
+            found = native.module.pack(ids, mask, types, positions, self.padding, self._counted, self.facts.reads_first)
+            if found is None or found[3] or found[2] == 0 or self._is_beyond(ids.shape[1], found[2]):
+                return None
+            numbers, ends, longest, _ = found
+            batch = Packed((ids.shape[0], ids.shape[1]), numbers.shape[1], numbers.numpy(), ends.numpy(), longest)
+            hidden = self._graphs_on(self.state.tensors[0].device).hidden(batch, state, True)
+            if hidden is None:
+                self._settled = -1
+                return None
+            padded, pooled = hidden
+        return None if pooled is None else (padded, pooled)
+
+    def _is_beyond(self, columns: int, longest: int) -> bool:
+        """Whether a batch may have more tokens than the model has positions."""
+        most = self.facts.longest
+        return most is not None and (longest + self.padding >= most if self._counted else columns > most)
 
     def _pooled(self, given: dict[str, Any], state: int, early: bool) -> tuple[Tensor, Tensor] | None:
         batch, used = self._pack(given)
@@ -164,7 +203,8 @@ class Served(Encoder):
             reason = "gradient checkpointing computes layers again in backward, where no sequence has its borders"
         longest = families.positions_in_table(self.model)
         reads_first = not self.family.causal and (self.has_head or pooler is not None)
-        return Facts(reason, longest, reads_first, getattr(config, "return_dict", True), families.pooler_of(self.model))
+        most = int(getattr(config, "max_position_embeddings", None) or 2**14)
+        return Facts(reason, longest, reads_first, getattr(config, "return_dict", True), families.pooler_of(self.model), most)
 
     def _refused(self, given: dict[str, Any]) -> str:
         return self._refused_arguments(given) or self.facts.reason
@@ -318,7 +358,7 @@ class Served(Encoder):
     @property
     def most(self) -> int:
         """Tokens that a sequence may have."""
-        return int(getattr(self.model.config, "max_position_embeddings", None) or 2**14)
+        return self.facts.most
 
     def inputs(self, size: Size, device: torch.device) -> Any:
         """The memory of a graph of a size."""

@@ -130,16 +130,16 @@ class Rust(NamedTuple):
             return Encoded(texts, short, self.together.encode(short), True)
         return Encoded(texts, short, self.encode(texts, short), False)
 
-    def arrays(self, some: Encoded, typed: bool) -> tuple[Any, Any, Any]:
-        """(ids, lengths, types) of texts. typed: types are wanted."""
+    def arrays(self, some: Encoded, typed: bool, lends: bool = False) -> tuple[Any, Any, Any]:
+        """(ids, lengths, types) of texts. typed: types are wanted. lends: threads may wait for the interpreter."""
         if not some.joined or self.together is None:
-            return _arrays(some.encodings, typed)
+            return _arrays(some.encodings, typed, lends)
 
         def alone(group: range) -> list[list[int]]:
             texts, short = ([x[i] for i in group] for x in (some.texts, some.short))
             return [x.ids for x in self.encode(texts, short)]
 
-        ids, lengths = self.together.read(some.encodings, len(some.texts), alone)
+        ids, lengths = self.together.read(some.encodings, len(some.texts), alone, lends)
         return *self._longer(some, ids, lengths), None
 
     def _longer(self, some: Encoded, ids: Any, lengths: Any) -> tuple[Any, Any]:
@@ -221,13 +221,14 @@ class Tokens:
         encodings = map(encode, given()) if len(places) == 1 else ahead(encode, given())
         with closing(encodings) if isinstance(encodings, Generator) else nullcontext():
             typed = self.types and (rust.typed or not isinstance(texts[0], str))
-            for found, some in zip(encodings, places, strict=True):
-                ids, counts, kinds = rust.arrays(found, typed)
+            for number, (found, some) in enumerate(zip(encodings, places, strict=True)):
+                # no thread runs beside the first chunk
+                ids, counts, kinds = rust.arrays(found, typed, number > 0)
                 yield Chunk(ids, counts, some, kinds)
 
 
-def _arrays(encodings: list[Any], typed: bool) -> tuple[Any, Any, Any]:
-    """The arrays of a chunk. After some encodings the interpreter is lent to a thread that waits for it, so that the Rust code has work."""
+def _arrays(encodings: list[Any], typed: bool, lends: bool) -> tuple[Any, Any, Any]:
+    """The arrays of a chunk. lends: after some encodings the interpreter is lent to a thread that waits for it, so that the Rust code has work."""
     import numpy as np
 
     parts = []
@@ -238,7 +239,8 @@ def _arrays(encodings: list[Any], typed: bool) -> tuple[Any, Any, Any]:
         )  # encodings are dropped in parts too: that takes as long as reading them
         parts.append((*flat([x.ids for x in some]), flat([x.type_ids for x in some])[0] if typed else None))
         del some
-        time.sleep(0)
+        if lends:
+            time.sleep(0)
     ids, lengths, types = zip(*parts, strict=True)
     return np.concatenate(ids), np.concatenate(lengths), np.concatenate(types) if typed else None
 

@@ -377,8 +377,10 @@ PyTypeObject memory_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 PyMethodDef functions[] = {
     {"use_driver", FAST(use_driver), METH_FASTCALL, "use_driver(launch, current_stream, encode, captures): addresses of what launches, gives streams, encodes tensor maps and knows captures."},
     {"pack", FAST(pack), METH_FASTCALL, "pack(ids, mask, types, positions, padding, counted, reads_first): the real tokens of a padded batch."},
-    {"state_of", FAST(state_of), METH_FASTCALL, "state_of(dicts, hooks, owns, marks): what a captured graph of a model depends on, as bytes."},
-    {"is_state", FAST(is_state), METH_FASTCALL, "is_state(state, gradients, dicts, hooks, owns, marks): whether it still is what these bytes say."},
+    {"fill", FAST(fill), METH_FASTCALL, "fill(memory, capacity, numbers, ends): a packed batch in the memory of the host from which a graph's is copied."},
+    {"unpack", FAST(unpack), METH_FASTCALL, "unpack(rows, places, tokens, B, T): packed rows in a padded batch, with zeros where there is padding."},
+    {"state_of", FAST(state_of), METH_FASTCALL, "state_of(dicts, hooks, owns, marks, every): what a captured graph of a model depends on, as bytes."},
+    {"is_state", FAST(is_state), METH_FASTCALL, "is_state(state, gradients, dicts, hooks, owns, marks, every): whether it still is what these bytes say."},
     {"places_of", reinterpret_cast<PyCFunction>(places_of), METH_O, "places_of(tensors): where their memory lies, which this does not keep alive."},
     {"hold", reinterpret_cast<PyCFunction>(hold), METH_O, "hold(places): whether all of that memory is allocated, and none has moved."},
     {"has_driver", reinterpret_cast<PyCFunction>(has_driver), METH_NOARGS, "Whether kernels can be launched."},

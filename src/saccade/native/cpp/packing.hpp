@@ -2,8 +2,11 @@
 #pragma once
 
 #include <Python.h>
+#include <algorithm>
 #include <vector>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -76,6 +79,58 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         }
     }
     return Py_BuildValue("(NNLO)", THPVariable_Wrap(numbers), THPVariable_Wrap(ends), static_cast<long long>(longest), used ? Py_True : Py_False);
+    END_HANDLE_TH_ERRORS
+}
+
+// Numbers that an object with a buffer holds, such as an array of numpy; they lie one behind another.
+struct Numbers {
+    Py_buffer view{};
+    bool held = false;
+
+    Numbers(PyObject* given, Py_ssize_t size) {
+        held = PyObject_GetBuffer(given, &view, PyBUF_C_CONTIGUOUS) == 0;
+        if (!held) throw python_error();
+        TORCH_CHECK(view.itemsize == size, "fill takes numbers of ", size, " bytes, not of ", view.itemsize);
+    }
+    ~Numbers() {
+        if (held) PyBuffer_Release(&view);
+    }
+    Numbers(const Numbers&) = delete;
+};
+
+// fill(memory, capacity, numbers, ends): writes a packed batch into the int64 memory of the host that `encoders.graphs.Inputs` describes: four rows of
+// so many numbers, zeros behind the tokens, and then the ends as int32, behind which the number of tokens is repeated.
+PyObject* fill(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 4 && THPVariable_Check(arguments[0]), "fill takes memory, a capacity, numbers and ends");
+    const at::Tensor& memory = THPVariable_Unpack(arguments[0]);
+    const int64_t capacity = PyLong_AsLongLong(arguments[1]);
+    const Numbers numbers(arguments[2], sizeof(int64_t)), ends(arguments[3], sizeof(int32_t));
+    const int64_t tokens = numbers.view.len / (4 * sizeof(int64_t)), borders = ends.view.len / sizeof(int32_t);
+    TORCH_CHECK(memory.is_cpu() && memory.scalar_type() == at::kLong && memory.is_contiguous(), "fill takes int64 memory of the host");
+    TORCH_CHECK(tokens <= capacity && borders <= capacity + 1 && memory.numel() == 4 * capacity + (capacity + 2) / 2, "fill has no room");
+    int64_t* out = memory.mutable_data_ptr<int64_t>();
+    for (int64_t i = 0; i < 4; ++i) {
+        const int64_t* row = static_cast<const int64_t*>(numbers.view.buf) + i * tokens;
+        std::fill(std::copy(row, row + tokens, out + i * capacity), out + (i + 1) * capacity, 0);
+    }
+    const int32_t* border = static_cast<const int32_t*>(ends.view.buf);
+    int32_t* into = reinterpret_cast<int32_t*>(out + 4 * capacity);
+    std::fill(std::copy(border, border + borders, into), into + capacity + 1, static_cast<int32_t>(tokens));
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+// unpack(rows, places, tokens, B, T): the first packed rows in the padded batch `[B, T, E]`, with zeros where there is padding. Six operations, which
+// take twice as long from Python.
+PyObject* unpack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 5 && THPVariable_Check(arguments[0]) && THPVariable_Check(arguments[1]), "unpack takes rows, places and three numbers");
+    const at::Tensor &rows = THPVariable_Unpack(arguments[0]), &places = THPVariable_Unpack(arguments[1]);
+    const int64_t tokens = PyLong_AsLongLong(arguments[2]), B = PyLong_AsLongLong(arguments[3]), T = PyLong_AsLongLong(arguments[4]);
+    at::Tensor padded = at::zeros({B * T, rows.size(1)}, rows.options());
+    padded.index_copy_(0, places.narrow(0, 0, tokens), rows.narrow(0, 0, tokens));
+    return THPVariable_Wrap(padded.view({B, T, rows.size(1)}));
     END_HANDLE_TH_ERRORS
 }
 

@@ -111,38 +111,76 @@ bool walk(PyObject* const* lists, Words& words) {
     return true;
 }
 
-// state_of(dicts, hooks, owns, marks): every value of `dicts`, and of tensors their memory, form and whether they want a gradient; the size of each
-// dict in `hooks`; `training` of each dict in `owns`, the attributes of a module; and the value of each mark, a dict and a key.
+// The number that Python gives a dict anew at each change. From 3.12 on there is none, and every dict is walked.
+#if PY_VERSION_HEX < 0x030C0000
+int64_t version_of_dict(PyObject* dict) { return static_cast<int64_t>(reinterpret_cast<PyDictObject*>(dict)->ma_version_tag); }
+constexpr bool COUNTS_CHANGES = true;
+#else
+int64_t version_of_dict(PyObject*) { return 0; }
+constexpr bool COUNTS_CHANGES = false;
+#endif
+
+// Walks over dicts whose changes Python counts, and over hooks, of which only the size matters. A third of the memory that `walk` reads.
+template <class Words>
+bool walk_numbers(PyObject* every, PyObject* hooks, Words& words) {
+    if (!COUNTS_CHANGES) return false;
+    TORCH_CHECK(PyList_Check(every) && PyList_Check(hooks), "the state is read of lists");
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(every); ++i) {
+        PyObject* dict = ahead(every, i);
+        TORCH_CHECK(PyDict_Check(dict), "the state is read of lists of dicts");
+        if (!words.take(version_of_dict(dict))) return false;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(hooks); ++i) {
+        PyObject* dict = ahead(hooks, i);
+        TORCH_CHECK(PyDict_Check(dict), "the state is read of lists of dicts");
+        if (!words.take(PyDict_GET_SIZE(dict))) return false;
+    }
+    return true;
+}
+
+// The head of the bytes of a state: the records of tensors follow, then the words of `walk`, then those of `walk_numbers`.
+struct Head {
+    int64_t tensors, words, numbers;
+};
+
+// state_of(dicts, hooks, owns, marks, every): every value of `dicts`, and of tensors their memory, form and whether they want a gradient; the size of
+// each dict in `hooks`; `training` of each dict in `owns`, the attributes of a module; and the value of each mark, a dict and a key. every: the dicts of
+// all lists but hooks.
 PyObject* state_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 4, "state_of takes four lists");
-    Recorder found;
+    TORCH_CHECK(count == 5, "state_of takes five lists");
+    Recorder found, numbers;
     walk(arguments, found);
-    const Py_ssize_t tensors = found.tensors.size() * sizeof(Kept), words = found.words.size() * sizeof(int64_t);
-    PyObject* bytes = PyBytes_FromStringAndSize(nullptr, sizeof(int64_t) + tensors + words);
+    walk_numbers(arguments[4], arguments[1], numbers);
+    const Head head{static_cast<int64_t>(found.tensors.size()), static_cast<int64_t>(found.words.size()), static_cast<int64_t>(numbers.words.size())};
+    const Py_ssize_t tensors = head.tensors * sizeof(Kept), words = head.words * sizeof(int64_t), rest = head.numbers * sizeof(int64_t);
+    PyObject* bytes = PyBytes_FromStringAndSize(nullptr, sizeof(Head) + tensors + words + rest);
     if (!bytes) return nullptr;
     char* into = PyBytes_AS_STRING(bytes);
-    const int64_t behind = found.tensors.size();
-    std::memcpy(into, &behind, sizeof(int64_t));
-    std::memcpy(into + sizeof(int64_t), found.tensors.data(), tensors);
-    std::memcpy(into + sizeof(int64_t) + tensors, found.words.data(), words);
+    std::memcpy(into, &head, sizeof(Head));
+    std::memcpy(into + sizeof(Head), found.tensors.data(), tensors);
+    std::memcpy(into + sizeof(Head) + tensors, found.words.data(), words);
+    std::memcpy(into + sizeof(Head) + tensors + words, numbers.words.data(), rest);
     return bytes;
     END_HANDLE_TH_ERRORS
 }
 
-// is_state(state, gradients, dicts, hooks, owns, marks): whether `state_of` would give the same bytes. The caller holds all values that it gave them
+// is_state(state, gradients, dicts, hooks, owns, marks, every): whether `state_of` would give the same bytes. The caller holds all values that it gave them
 // for, so that no other object has their addresses. gradients: whether it matters which tensors want one.
 PyObject* is_state(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 6 && PyBytes_Check(arguments[0]), "is_state takes bytes of state_of, a flag and four lists");
-    const auto* first = reinterpret_cast<const int64_t*>(PyBytes_AS_STRING(arguments[0]));
-    const auto* tensors = reinterpret_cast<const Kept*>(first + 1);
-    Comparison kept{reinterpret_cast<const int64_t*>(tensors + *first), first + PyBytes_GET_SIZE(arguments[0]) / sizeof(int64_t)};
-    if (!walk(arguments + 2, kept) || kept.next != kept.end) Py_RETURN_FALSE;
+    TORCH_CHECK(count == 7 && PyBytes_Check(arguments[0]), "is_state takes bytes of state_of, a flag and five lists");
+    const auto* head = reinterpret_cast<const Head*>(PyBytes_AS_STRING(arguments[0]));
+    const auto* tensors = reinterpret_cast<const Kept*>(head + 1);
+    const auto* words = reinterpret_cast<const int64_t*>(tensors + head->tensors);
+    const int64_t* numbers = words + head->words;
+    Comparison kept{words, numbers}, quick{numbers, numbers + head->numbers};
+    const bool unchanged = walk_numbers(arguments[6], arguments[3], quick) && quick.next == quick.end;
+    if (!unchanged && (!walk(arguments + 2, kept) || kept.next != kept.end)) Py_RETURN_FALSE;
     // the same objects, so they may be read
     const bool gradients = arguments[1] == Py_True;
-    for (int64_t i = 0; i < *first; ++i) {
-        if (i + AHEAD < *first) tensors[i + AHEAD].fetch();
+    for (int64_t i = 0; i < head->tensors; ++i) {
+        if (i + AHEAD < head->tensors) tensors[i + AHEAD].fetch();
         if (!tensors[i].is(const_cast<PyObject*>(tensors[i].object), gradients)) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
