@@ -125,4 +125,5 @@ class Encoder:
         if self._gpu is None or self._gpu.device != device:
             self.graphs.clear()
             self._gpu = Gpu(self, device)
+        self._gpu.follow()
         return self._gpu

@@ -281,7 +281,7 @@ class CapturedFunction:
             self.last = f"uncaptured: the first step of a size of {size} tokens, which warms up"
             return found
         if made:
-            self.failed = self._capture(served, step, gpu)
+            self.failed = self._capture(step, gpu)
             if self.failed:
                 self.last = f"uncaptured: {self.failed}"
                 served.say(f"{self.name}: {self.failed}; it runs uncaptured")
@@ -293,19 +293,12 @@ class CapturedFunction:
         served.last = step.last
         return step.replay()
 
-    def _capture(self, served: Any, step: _Step, gpu: Any) -> str:
+    def _capture(self, step: _Step, gpu: Any) -> str:
         """Capture a step; says why it could not be."""
-        done = False
         try:
             step.capture(self.function, gpu.stream, gpu.pool)
-            done = True
         except RuntimeError as error:
             return f"a CUDA graph could not be captured ({' '.join(str(error).split())[:200]})"
-        finally:
-            if not done:
-                # torch's random numbers have another state now, which graphs made before do not follow, and the pool may be lost
-                served.graphs.clear()
-                served._gpu = None
         return ""
 
     @property

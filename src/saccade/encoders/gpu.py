@@ -17,7 +17,7 @@ class Gpu:
     """The graphs of an encoder on one device."""
 
     def __init__(self, served: Any, device: torch.device):
-        from saccade.encoders.graphs import Turns
+        from saccade.encoders.graphs import Turns, failures
 
         self.served, self.device = served, device
         self.stream = torch.cuda.Stream(device)
@@ -25,6 +25,7 @@ class Gpu:
         self.slots: list[Any] = []
         self.turns = Turns()
         self.gradients: dict[tuple, Any] = {}
+        self.failures = failures()
         self.limit = int(torch.cuda.mem_get_info(device)[0] * served.share)
 
     def hidden(self, batch: Packed, state: int, early: bool = False) -> tuple[Tensor, Tensor | None] | None:
@@ -97,12 +98,20 @@ class Gpu:
                 raise
             fusion.fail(error)
             self.served.say(f"{type(self.served.model).__name__}: {fusion.failed}; its layers run as they are")
-        self._start_anew()
+        self.follow()
         return self._capture(size, slot)
 
-    def _start_anew(self) -> None:
-        """Leave the memory of a capture that failed: torch's allocators, the host's too, take it for one that still runs, and refuse another there. Drop
-        the graphs made before, which do not follow torch's random numbers any more."""
+    def follow(self) -> None:
+        """Start anew once a capture of this process has failed, of any model.
+
+        Graphs made before do not follow torch's random numbers any more. Of this encoder's own captures the memory is left too: torch's allocators, the
+        host's too, take it for that of a capture that still runs, and refuse another there.
+        """
+        from saccade.encoders.graphs import failures
+
+        if self.failures == failures():
+            return
+        self.failures = failures()
         self.served.graphs.clear()
         self.pool = torch.cuda.graph_pool_handle()
         for slot in self.slots:

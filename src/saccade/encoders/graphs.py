@@ -134,6 +134,14 @@ class Sent:
             self._waits = False
 
 
+_failures: list[None] = []  # one for each capture that failed; to append takes no lock
+
+
+def failures() -> int:
+    """How many captures have failed. torch's random numbers have another state since the last, which graphs made before it do not follow."""
+    return len(_failures)
+
+
 @contextmanager
 def _quiet(device: torch.device, pool: Any) -> Iterator[None]:
     """Leaves torch's random numbers as they were, also after a capture into `pool` that fails, and keeps Python's collector from ending one midway."""
@@ -151,6 +159,7 @@ def _quiet(device: torch.device, pool: Any) -> Iterator[None]:
             # a capture that failed leaves the generator in its capture: it gets another state, of the same numbers
             torch.cuda.default_generators[device.index or 0].graphsafe_set_state(torch.Generator(device))
             _leave(pool, device)
+            _failures.append(None)
         torch.cuda.set_rng_state(state, device)
 
 

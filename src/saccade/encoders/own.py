@@ -35,7 +35,7 @@ class Own:
     def put(self) -> None:
         """Let the module have it."""
         setattr(self.module, self.name, self)
-        if hasattr(self.module, _REPLICATE) and is_free(self.module, _REPLICATE):
+        if hasattr(self.module, _REPLICATE) and clear(self.module, _REPLICATE):
             setattr(self.module, _REPLICATE, _Replicate(self.module, _REPLICATE))
 
 
@@ -50,8 +50,8 @@ class _Replicate(Own):
         return replica
 
 
-def is_free(module: Any, name: str = "forward") -> bool:
-    """Whether nobody has put a method on a module. A copy of a served module has that of its class there, which is dropped."""
+def clear(module: Any, name: str = "forward") -> bool:
+    """Drop the method of its class that a copy of a served module has of its own. False if another method is left, which somebody has put there."""
     found = vars(module).get(name)
     if isinstance(found, MethodType) and found.__self__ is module and found.__func__ is getattr(type(module), name, None):
         delattr(module, name)

@@ -136,7 +136,7 @@ def attach(model: nn.Module, served: Any) -> None:
         return
     module: Any = parts[1]
     mode = getattr(module, "pooling_mode", None)
-    if isinstance(mode, str) and mode in POOLS and own.is_free(module):
+    if isinstance(mode, str) and mode in POOLS and own.clear(module):
         served.pool, served.pooling, served.mode = POOLS[mode], module, mode
         Pooling(module).put()
 

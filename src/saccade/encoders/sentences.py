@@ -60,7 +60,7 @@ class Sentences(Own):
 
 def attach(model: nn.Module, served: Any) -> None:
     """Replace the forward of a `SentenceTransformer` whose embeddings graphs pool, if nobody else has."""
-    if served.pooling is None or not own.is_free(model):
+    if served.pooling is None or not own.clear(model):
         return
     first = next(model.children())
     # a module that hides tokens from its encoder, or puts out other features, is called as it is

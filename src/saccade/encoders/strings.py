@@ -83,7 +83,7 @@ class Strings:
         self.tokens: tokens.Tokens | None = None
         self.known = set(inspect.signature(getattr(type(model), _NAMES[self.kind][0])).parameters)
         for name in _NAMES[self.kind]:
-            if hasattr(model, name) and own.is_free(model, name):
+            if hasattr(model, name) and own.clear(model, name):
                 Method(self, name).put()
 
     def detach(self) -> None:
