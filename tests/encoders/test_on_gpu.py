@@ -386,6 +386,27 @@ def test_random_numbers_go_on_after_a_capture_that_fails(monkeypatch):
     assert served.last.startswith("captured"), served.last
 
 
+def test_dropout_of_another_model_follows_the_seed_after_a_capture_that_fails(monkeypatch):
+    ours, _ = pair(train=True)
+    saccade.optimize(ours)
+    other, _ = pair(train=True)
+    failing = saccade.optimize(other).served[0]
+    batch = on_gpu(padded((5, 9, 12)))
+    hidden(ours, *batch)
+
+    def waits(inputs):
+        torch.cuda.current_stream().synchronize()
+
+    monkeypatch.setattr(failing, "outputs", waits)
+    hidden(other, *batch)
+    assert "could not be captured" in failing.failed
+    torch.manual_seed(1)
+    first, second = hidden(ours, *batch).detach(), hidden(ours, *batch).detach()
+    torch.manual_seed(1)
+    assert torch.equal(hidden(ours, *batch), first)
+    assert not torch.equal(first, second)
+
+
 @pytest.mark.parametrize("train", [False, True], ids=["forward", "training"])
 def test_a_capture_that_fails_with_compiled_layers_succeeds_without(monkeypatch, train):
     """The second capture goes into the pool that the first one has left."""
