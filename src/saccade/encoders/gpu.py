@@ -104,8 +104,8 @@ class Gpu:
     def follow(self) -> None:
         """Start anew once a capture of this process has failed, of any model.
 
-        Graphs made before do not follow torch's random numbers any more. Of this encoder's own captures the memory is left too: torch's allocators, the
-        host's too, take it for that of a capture that still runs, and refuse another there.
+        Graphs made before do not follow torch's random numbers any more. The memory of captures is left too. torch's allocators, the host's too, take
+        that of a capture that failed for one that still runs, and refuse another there.
         """
         from saccade.encoders.graphs import failures
 
