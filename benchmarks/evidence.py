@@ -109,7 +109,7 @@ def density() -> list[str]:
     """Measured over theoretical gain of top-K and of the fixed pattern."""
     found = []
     for backend in ("top-K", "fixed"):
-        notes = [r["note"] for r in rows("h100/nm_figure11.csv") if r["backend"] == backend]
+        notes = [r["note"] for r in rows("h200/nm_figure11.csv") if r["backend"] == backend]
         pairs = [re.findall(r"(?:speed-up|theory) ([\d.]+)", note) for note in notes]
         found.append(span(float(measured) / float(theory) for measured, theory in pairs))
     return found
@@ -372,7 +372,7 @@ def figures() -> dict[str, list[str]]:
         "h100/nm_weights.csv": pruned_weights(),
         "h100/nm_linformer.csv": projected(),
         "h200/pooled_depth.csv": depth(),
-        "h100/nm_figure11.csv": density(),
+        "h200/nm_figure11.csv": density(),
         "h100/dynamic_mask_length.csv": dynamic(),
         "h200/dynamic_mask_length.csv": authors(),
         "h200/nm_blocks.csv": within_blocks(),
