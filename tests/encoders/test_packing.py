@@ -112,6 +112,13 @@ def test_what_does_not_fit_is_not_filled_in(module):
         module.fill(memory, 8, np.zeros((8, 4), np.int64).T, ends)
 
 
+def test_numbers_that_are_refused_are_let_go(module):
+    memory, numbers, ends = torch.zeros(4 * 8 + 5, dtype=torch.int64), bytearray(4 * 3), np.zeros(3, np.int32)
+    with pytest.raises(RuntimeError, match="fill takes numbers of 8 bytes"):
+        module.fill(memory, 8, numbers, ends)
+    numbers.clear()  # a BufferError while somebody reads them
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_other_dtypes_are_packed_by_numpy(module, dtype):
     given = packing.Given(torch.tensor([[1, 2, 0]]), torch.tensor([[1, 1, 0]], dtype=dtype), None, None)

@@ -85,16 +85,11 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 // Numbers that an object with a buffer holds, such as an array of numpy; they lie one behind another.
 struct Numbers {
     Py_buffer view{};
-    bool held = false;
 
-    Numbers(PyObject* given, Py_ssize_t size) {
-        held = PyObject_GetBuffer(given, &view, PyBUF_C_CONTIGUOUS) == 0;
-        if (!held) throw python_error();
-        TORCH_CHECK(view.itemsize == size, "fill takes numbers of ", size, " bytes, not of ", view.itemsize);
+    explicit Numbers(PyObject* given) {
+        if (PyObject_GetBuffer(given, &view, PyBUF_C_CONTIGUOUS) != 0) throw python_error();
     }
-    ~Numbers() {
-        if (held) PyBuffer_Release(&view);
-    }
+    ~Numbers() { PyBuffer_Release(&view); }
     Numbers(const Numbers&) = delete;
 };
 
@@ -105,7 +100,8 @@ PyObject* fill(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     TORCH_CHECK(count == 4 && THPVariable_Check(arguments[0]), "fill takes memory, a capacity, numbers and ends");
     const at::Tensor& memory = THPVariable_Unpack(arguments[0]);
     const int64_t capacity = PyLong_AsLongLong(arguments[1]);
-    const Numbers numbers(arguments[2], sizeof(int64_t)), ends(arguments[3], sizeof(int32_t));
+    const Numbers numbers(arguments[2]), ends(arguments[3]);
+    TORCH_CHECK(numbers.view.itemsize == sizeof(int64_t) && ends.view.itemsize == sizeof(int32_t), "fill takes numbers of 8 bytes, and ends of 4");
     const int64_t tokens = numbers.view.len / (4 * sizeof(int64_t)), borders = ends.view.len / sizeof(int32_t);
     TORCH_CHECK(memory.is_cpu() && memory.scalar_type() == at::kLong && memory.is_contiguous(), "fill takes int64 memory of the host");
     TORCH_CHECK(tokens <= capacity && borders <= capacity + 1 && memory.numel() == 4 * capacity + (capacity + 2) / 2, "fill has no room");
