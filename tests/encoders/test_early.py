@@ -9,7 +9,7 @@ from encoders_made import made, padded
 from graphs_made import Graph, install, packed_attention
 
 import saccade
-from saccade.encoders import attention
+from saccade.encoders import attention, state
 from saccade.errors import InvalidArgument
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
@@ -147,6 +147,40 @@ def test_a_change_is_seen_by_the_next_call(served, monkeypatch, name):
     if is_pooled:
         assert all(map(torch.equal, after, wanted))
         assert torch.equal(before[0], after[0]) != differs
+
+
+def _weight(embeddings, more):
+    embeddings.word_embeddings.weight = torch.nn.Parameter(more)
+
+
+def _memory(embeddings, more):
+    embeddings.word_embeddings.weight.data = more
+
+
+def _module(embeddings, more):
+    embeddings.word_embeddings = torch.nn.Embedding.from_pretrained(more)
+
+
+@pytest.mark.parametrize("enlarge", [_weight, _memory, _module])
+def test_an_id_of_a_larger_table_is_not_looked_up_in_the_old_one(served, monkeypatch, enlarge):
+    model, one, _ = served
+    module, old = one.model.embeddings.word_embeddings, one.model.embeddings.word_embeddings.weight.detach()
+    enlarge(one.model.embeddings, torch.cat((old, torch.ones(4, old.shape[1]))))
+    given = batch()
+    given["input_ids"][0, 0] = len(old) + 3
+    ours, theirs, _ = results(model, one, given, monkeypatch)
+    same(ours, theirs)
+    assert module.weight.shape[1] == old.shape[1], "both live on, as in an optimizer"
+
+
+def test_a_device_without_graphs_is_asked_for_none(served, monkeypatch):
+    _, one, _ = served
+    # as `model.cpu()` moves a parameter in place, while its old memory lives on
+    one.state.tensors[0] = one.state.tensors[0].to("meta")
+    monkeypatch.setattr(state, "autocast_of", lambda kind: None)  # a meta device has none
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: pytest.fail(f"a stream of {device}"))
+    with torch.no_grad():
+        assert one.pooled(batch()) is None
 
 
 def test_results_are_not_overwritten(served):

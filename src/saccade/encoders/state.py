@@ -68,6 +68,9 @@ class State:
         # of most modules the parameters alone matter: neither their mode nor a part that they are given changes what they compute
         others = [m for m in self.modules if type(m) not in _SIMPLE]
         self._dicts = [m._parameters for m in self.modules] + [d for m in others for d in (m._buffers, m._modules)]
+        # a graph looks up rows in these
+        above = [m for m in self.modules if any(isinstance(x, nn.Embedding) for x in m.modules())]
+        self._to_tables = [d for m in above for d in (m._parameters, m._modules)]
         self._owns = [m.__dict__ for m in others]
         self._hooks = _GLOBAL_HOOKS + [
             hooks
@@ -101,11 +104,19 @@ class State:
         return self._number
 
     def may_hold(self) -> bool:
-        """Whether a graph of the last state may run before `read` says that nothing has changed. A replay then reads no memory that was freed, and the
-        frequent changes are ruled out. False without C++."""
-        if self._places is None or self._quick is None or native.module is None:
+        """Whether a graph of the last state may run before `read` says that nothing has changed. False without C++.
+
+        A replay then reads no memory that was freed, and the frequent changes are ruled out. Tables of embeddings are the same: an id that only a larger
+        table has would end the process's use of its GPU.
+        """
+        if self._places is None or self._quick is None or native.module is None or self.tensors[0].device.type != self._kind:
             return False
-        return self._quick[1] == self._numbers() and native.module.hold(self._places)
+        tables, walked = self._tables
+        return (
+            self._quick[1] == self._numbers()
+            and native.module.hold(self._places)
+            and native.module.is_state(tables, False, *walked)
+        )
 
     def _is_quick(self) -> bool:
         """Whether nothing on which the state depends has changed, as far as C++ can tell; False without C++."""
@@ -128,6 +139,8 @@ class State:
         self._walked = dicts, self._hooks, self._owns, marks, [*every.values()]
         self._held = [*config.values(), *[own.get(name) for own, name in marks]]
         self._quick = native.module.state_of(*self._walked), self._numbers()
+        walked: tuple[list[Any], ...] = self._to_tables, [], [], [], self._to_tables
+        self._tables = native.module.state_of(*walked), walked
         # a replay that is dropped must not have drawn random numbers
         draws = any(own.get("training") for own in self._owns)
         self._places = None if self.watched or draws else native.module.places_of(self.tensors)
