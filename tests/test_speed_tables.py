@@ -135,11 +135,11 @@ def test_dynamic_masks():
             assert close(cell, gain(dense, f"Tq={n.replace(',', '')} D={dim}", way, "gather", DENSE)), (n, dim, way)
 
 
-def of_encoders(problem: str, direction: str) -> dict[str, dict[str, str]]:
-    """The rows of MiniLM or BERT-base in bfloat16 whose problem begins so, by backend."""
+def of_encoders(problem: str, direction: str, of: str = "sentences=") -> dict[str, dict[str, str]]:
+    """The rows of a model in bfloat16 whose problem begins so, by backend. of: the word behind that."""
     with open(ROOT / "benchmarks" / "results" / "h200" / "encoders.csv", newline="", encoding="utf-8") as handle:
         rows = [row for row in csv.DictReader(handle) if row["direction"] == direction and row["dtype"] == "bfloat16"]
-    return {row["backend"]: row for row in rows if row["problem"].startswith(f"{problem} sentences=")}
+    return {row["backend"]: row for row in rows if row["problem"].startswith(f"{problem} {of}")}
 
 
 def test_sentences_a_second():
@@ -168,6 +168,19 @@ def test_pages_that_quote_sentences_over_stock_in_eager():
         for quoted, batch in zip(found.groups(), batches, strict=True):
             assert close(quoted, gains[batch]), (page, batch)
     assert (min(gains, key=gains.__getitem__), max(gains, key=gains.__getitem__)) == (2048, 8)
+
+
+def test_the_guide_of_vision_quotes_images_over_the_best_of_stock():
+    page = (ROOT / "docs/guides/vision.md").read_text(encoding="utf-8")
+    found = re.search(r"ViT-B/16 ([\d.]+) to ([\d.]+) times the best of stock on an H200; CLIP-B/32 ([\d.]+) to ([\d.]+)", page)
+    assert found
+    for model, least, most in (("ViT-B/16", *found.groups()[:2]), ("CLIP-B/32", *found.groups()[2:])):
+        gains = []
+        for batch in (1, 8, 64):
+            taken = {name: float(r["ms_p50"]) for name, r in of_encoders(f"{model} B={batch}", "fwd", "images").items()}
+            gains.append(min(ms for name, ms in taken.items() if name.startswith("stock")) / taken["saccade"])
+        assert close(least, min(gains)), model
+        assert close(most, max(gains)), model
 
 
 def test_a_training_step():

@@ -245,13 +245,7 @@ class Served(Encoder):
             mask, types, positions = (x if x is None else x.to(device, non_blocking=True) for x in (mask, types, positions))
         batch, used = pack(Given(ids, mask, types, positions), self.family, self.padding, self.facts.reads_first)
         last = batch.longest + self.padding
-        if (
-            self.family.positions == "counted"
-            and longest is not None
-            and not ids.is_cuda
-            and positions is None
-            and last >= longest
-        ):
+        if self._counted and longest is not None and not ids.is_cuda and positions is None and last >= longest:
             raise InvalidArgument(
                 f"a sequence has {batch.longest} tokens; the positions of {type(self.model).__name__} end at {longest - self.padding - 1}"
             )
