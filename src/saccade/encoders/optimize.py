@@ -215,7 +215,7 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
       outputs are put back into their padded places. Padded positions of the output are 0. On a GPU the packed forward is captured in a CUDA graph
       for each capacity and replayed. A capacity is the number of tokens that a graph has room for; they are about an eighth apart. If a gradient
       is needed, backward is captured too.
-    * `encode` of a `SentenceTransformer` and `predict` of a `CrossEncoder` tokenise in threads while the encoder runs.
+    * `encode` of a `SentenceTransformer` and `predict` of a `CrossEncoder` tokenise in a thread while the encoder runs.
     * Image towers, and the text towers beside them, have nothing to pack. On a GPU they are captured for each batch size; on a CPU they are stock.
     * Text encoders that cannot be packed, such as MPNet, DeBERTa and T5's encoder, keep their own attention and their padding. On a GPU they are
       captured for each batch size and width; on a CPU they are stock.

@@ -1,4 +1,4 @@
-"""From texts to arrays of token ids: the tokenizer's Rust code on chunks of texts, in threads of its own, without padding."""
+"""From texts to arrays of token ids: the tokenizer's Rust code on chunks of texts, in a thread of its own, without padding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from saccade.encoders.together import Together, flat, together
 _A = TypeVar("_A")
 _B = TypeVar("_B")
 _AHEAD = 4  # chunks that are tokenised before they are asked for
-_THREADS = 2  # so that the Rust code of one chunk runs while another thread waits for the interpreter
 _FIRST, _MOST = 256, 2048  # texts of the first chunk, which the device waits for, and of later ones
 _AT_ONCE = 256  # encodings that are read without a pause: some 0.8 ms
 _FEW = 500  # added tokens that are looked at in each call
@@ -57,15 +56,15 @@ class Chunk(NamedTuple):
 
 
 def ahead(work: Callable[[_A], _B], items: Iterable[_A]) -> Generator[_B, None, None]:
-    """`map` in threads that are a few items ahead. They end with the iterator, whether it is read to its end, fails or is closed.
+    """`map` in a thread that is a few items ahead. It ends with the iterator, whether that is read to its end, fails or is closed.
 
     The device waits for the first item, so no other item shares the cores with it until it is used. With threads of Rust on every core, the caller took
-    8 ms to read 256 encodings and to start the device. Alone it takes 1 ms.
+    8 ms to read 256 encodings and to start the device. Alone it takes 1 ms. A second thread made two chunks share the cores, so that both came late.
     """
     source = iter(items)
     for item in islice(source, 1):
         yield work(item)
-    pool = ThreadPoolExecutor(_THREADS, "saccade-tokens")
+    pool = ThreadPoolExecutor(1, "saccade-tokens")
     try:
         waiting: deque[Future[_B]] = deque()
         for item in islice(source, _AHEAD):
@@ -81,11 +80,13 @@ def ahead(work: Callable[[_A], _B], items: Iterable[_A]) -> Generator[_B, None, 
 
 
 def slices(count: int) -> Iterator[slice]:
-    """Chunks of so many texts: small ones first."""
-    first, size = 0, _FIRST
+    """Chunks of so many texts. A chunk is a power of two, at most half of all texts before it, so that the device seldom waits for it."""
+    first = 0
     while first < count:
+        half = 1 << max(0, (first // 2).bit_length() - 1)
+        size = min(max(_FIRST, half), _MOST)
         yield slice(first, min(count, first + size))
-        first, size = first + size, min(2 * size, _MOST)
+        first += size
 
 
 class Encoded(NamedTuple):
@@ -131,7 +132,7 @@ class Rust(NamedTuple):
         return Encoded(texts, short, self.encode(texts, short), False)
 
     def arrays(self, some: Encoded, typed: bool, lends: bool = False) -> tuple[Any, Any, Any]:
-        """(ids, lengths, types) of texts. typed: types are wanted. lends: threads may wait for the interpreter."""
+        """(ids, lengths, types) of texts. typed: types are wanted. lends: the thread may wait for the interpreter."""
         if not some.joined or self.together is None:
             return _arrays(some.encodings, typed, lends)
 
@@ -204,7 +205,7 @@ class Tokens:
     def chunks(self, rust: Rust, texts: list[Any], order: Any, before: str) -> Generator[Chunk, None, None]:
         """The tokens of texts, in an order of them. before: a prompt.
 
-        The threads run Rust code alone: Python code there would keep the caller from the interpreter for 5 ms at each operation of torch.
+        The thread runs Rust code alone: Python code there would keep the caller from the interpreter for 5 ms at each operation of torch.
         """
         places = [order[part] for part in slices(len(texts))]
 
