@@ -57,7 +57,8 @@ def test_a_chunk_is_no_longer_than_half_of_those_before_it():
     found = list(slices(20_000))
     assert [x.start for x in found] == [0, *[x.stop for x in found[:-1]]]
     assert [x.stop - x.start for x in found[:10]] == [256, 256, 256, 256, 512, 512, 1024, 1024, 2048, 2048]
-    assert max(x.stop - x.start for x in found) == 2048 and found[-1].stop == 20_000
+    assert max(x.stop - x.start for x in found) == 2048
+    assert found[-1].stop == 20_000
 
 
 @pytest.mark.parametrize("to_host", [True, False])
