@@ -157,9 +157,10 @@ def test_pages_that_quote_sentences_over_stock_in_eager():
     for batch in (1, 8, 32, 128, 512, 2048):
         rows = of_encoders(f"MiniLM B={batch}", "fwd")
         gains[batch] = float(rows["stock"]["ms_p50"]) / float(rows["saccade"]["ms_p50"])
+    least, most = min(gains, key=gains.__getitem__), max(gains, key=gains.__getitem__)
     for page, sentence, batches in (
-        ("README.md", r"MiniLM embeds sentences ([\d.]+) to ([\d.]+) times", (2048, 8)),
-        ("docs/guides/text.md", r"MiniLM then embeds ([\d.]+) to ([\d.]+) times", (2048, 8)),
+        ("README.md", r"MiniLM embeds sentences ([\d.]+) to ([\d.]+) times", (least, most)),
+        ("docs/guides/text.md", r"MiniLM then embeds ([\d.]+) to ([\d.]+) times", (least, most)),
         ("docs/index.md", r"sentences ([\d.]+) times .* of 32\. In batches of 2,048 it is ([\d.]+) times", (32, 2048)),
         ("docs/speed/index.md", r"MiniLM embeds ([\d.]+) times as many sentences as stock in batches of 32", (32,)),
     ):
@@ -167,7 +168,6 @@ def test_pages_that_quote_sentences_over_stock_in_eager():
         assert found, page
         for quoted, batch in zip(found.groups(), batches, strict=True):
             assert close(quoted, gains[batch]), (page, batch)
-    assert (min(gains, key=gains.__getitem__), max(gains, key=gains.__getitem__)) == (2048, 8)
 
 
 def test_the_guide_of_vision_quotes_images_over_the_best_of_stock():
