@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import re
+import statistics
 from collections import defaultdict
 from pathlib import Path
 
@@ -245,3 +246,33 @@ def test_eight_bits():
         every = [error for (_, *kind), (_, error) in found.items() if tuple(kind) == column]
         assert close(cell.split(" to ")[0], min(every)), column
         assert close(cell.split(" to ")[-1], max(every)), column
+
+
+def test_a_decoded_token():
+    """Every page quotes the same microseconds: in a graph, of cuDNN in one, and of the host."""
+    with open(ROOT / "benchmarks" / "results" / "h200" / "dynamic_mask_decode.csv", newline="", encoding="utf-8") as handle:
+        table = [row for row in csv.DictReader(handle) if "B=1 " in row["problem"] and "keep=2048" not in row["problem"]]
+    device: dict[str, dict[str, float]] = {}
+    host: dict[str, list[float]] = {}
+    for row in table:
+        micros = 1000 * float(row["ms_p50"])
+        if "host" in row["note"]:
+            host.setdefault(row["backend"], []).append(micros)
+        else:
+            length = row["problem"].split("Tk=")[1].split()[0]
+            found = device.setdefault(row["backend"], {})
+            found[length] = min(micros, found.get(length, micros))
+    ours, sampled, cudnn = (device[name] for name in ("decode", "decode_sampled", "sdpa_cudnn"))
+    own = f"{min(ours.values()):.1f} to {max(ours.values()):.1f} µs"
+    waits = f"{min(host['decode']):.0f} to {max(host['decode']):.0f}"
+    few, many = f"{cudnn['4096']:.1f}", f"{cudnn['1048576']:.0f}"
+    added = f"{statistics.median(sampled[n] - ours[n] for n in ours):.1f} µs"
+    for page, quoted in {
+        "README.md": (f"cuDNN takes {few} µs", f"the host needs {waits}."),
+        "docs/speed/index.md": (f"cuDNN {few} to {many}; eager calls {waits} of host time",),
+        "docs/speed/dynamic_masks.md": (own, f"cuDNN takes {few} µs", f"{many} µs at 1,048,576", f"{waits} µs of host time", f"add {added}"),
+        "docs/operations/dynamic_mask_attention.md": (own, f"cuDNN takes {many} µs", f"the host needs {waits} µs", f"adds {added}"),
+        "docs/notes/dynamic_mask.md": (own, f"{few} µs at 4,096 and {cudnn['131072']:.0f} µs at 131,072"),
+    }.items():  # fmt: skip
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert not [x for x in quoted if x not in text], page
