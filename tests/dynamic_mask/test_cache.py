@@ -513,6 +513,16 @@ def test_the_count_of_tokens_is_a_copy(backend):
     assert cache.seen.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize(("batch", "count"), [(0, 3), (2, 0)])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_lengths_of_no_rows_or_no_tokens(batch, count, side):
+    cache = saccade.DynamicMaskCache(keep=4)
+    lengths = torch.zeros(batch, dtype=torch.int64)
+    x = torch.randn(batch, 2, count, 8)
+    assert cache.attend(x, x, x, x[..., 0], lengths=lengths, padding_side=side).shape == x.shape
+    assert cache.seen.tolist() == [0] * batch
+
+
 @pytest.mark.parametrize("wrong", [{"backend": "none"}, {"scale": "1"}, {"scores": float("nan")}], ids=str)
 def test_a_call_that_is_refused_says_nothing_of_the_batch(wrong):
     cache, (query, key, value, scores) = saccade.DynamicMaskCache(4), history(3)

@@ -65,7 +65,7 @@ def real_of(new: Tensor, lengths: Tensor | None) -> Tensor:
     if lengths is None:
         return new
     real = torch.arange(new.shape[2], device=new.device) < lengths[:, None]
-    return new.where(real.view(len(real), 1, -1, *([1] * (new.dim() - 3))), 0.0)
+    return new.where(real.view(len(real), 1, new.shape[2], *([1] * (new.dim() - 3))), 0.0)
 
 
 def rolled(new: Tensor, by: Tensor) -> Tensor:
