@@ -151,3 +151,13 @@ def test_rotary_embeddings_of_float32_serve_a_layer_of_16_bits(autocast, cached)
             found = layer(hidden, rotary, cache=cache)
     assert found.dtype == torch.bfloat16
     assert (found.float() - expected).norm() < 0.05 * expected.norm()
+
+
+def test_padding_may_hold_anything():
+    layer = saccade.nn.DynamicMaskAttention(32, 4, keep=4)
+    clean, lengths = torch.randn(2, 9, 32), torch.tensor([9, 5])
+    dirty = clean.clone()
+    dirty[1, 5:] = float("nan")
+    expected, found = layer(clean, lengths=lengths), layer(dirty, lengths=lengths)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1, :5], expected[1, :5])
