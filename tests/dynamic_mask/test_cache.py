@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import pickle
 import sys
+import weakref
 
 import pytest
 import torch
@@ -511,6 +512,15 @@ def test_the_count_of_tokens_is_a_copy(backend):
     assert counted.tolist() == [3, 3]
     counted.fill_(70)
     assert cache.seen.tolist() == [0, 0]
+
+
+def test_tokens_that_were_not_committed_are_let_go():
+    cache, x = saccade.DynamicMaskCache(keep=4), torch.randn(2, 2, 1000, 8)
+    memory = weakref.ref(x.untyped_storage())
+    cache.attend(x, x, x, x[..., 0], commit=False)
+    cache.reset()
+    del x
+    assert memory() is None
 
 
 @pytest.mark.parametrize(("batch", "count"), [(0, 3), (2, 0)])

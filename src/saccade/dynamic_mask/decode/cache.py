@@ -392,7 +392,9 @@ def _none_of(key: Tensor, value: Tensor) -> tuple[Entries, Tensor]:
     """No entries of such tokens, and how many each batch row has seen."""
     position = torch.empty((*key.shape[:2], 0), dtype=torch.int32, device=key.device)
     counted = torch.zeros(len(key), dtype=torch.int64, device=key.device)
-    return Entries(key.detach()[:, :, :0], value.detach()[:, :, :0], position.float(), position), counted
+    # not slices of 0 tokens, which would hold the memory of all
+    held = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (key, value))
+    return Entries(*held, position.float(), position), counted
 
 
 def _metadata(tensor: Tensor) -> tuple:
