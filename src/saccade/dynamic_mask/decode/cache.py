@@ -393,8 +393,8 @@ def _none_of(key: Tensor, value: Tensor) -> tuple[Entries, Tensor]:
     position = torch.empty((*key.shape[:2], 0), dtype=torch.int32, device=key.device)
     counted = torch.zeros(len(key), dtype=torch.int64, device=key.device)
     # not slices of 0 tokens, which would hold the memory of all
-    held = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (key, value))
-    return Entries(*held, position.float(), position), counted
+    keys, values = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (key, value))
+    return Entries(keys, values, position.float(), position), counted
 
 
 def _metadata(tensor: Tensor) -> tuple:
