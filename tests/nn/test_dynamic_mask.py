@@ -128,6 +128,9 @@ def test_sinks_and_a_window_reach_the_cache():
 
 
 def test_bad_inputs():
+    angles = torch.ones(5, 3)
+    with pytest.raises(saccade.InvalidArgument, match="with head_dim 3; rotary embedding pairs halves, so it must be even"):
+        DynamicMaskAttention(32, 4, head_dim=3, keep=4)(torch.randn(2, 5, 32), (angles, angles))
     with pytest.raises(saccade.InvalidArgument, match=r"hidden has shape \[2, 5, 31\]; it must be \[B, S, 32\]"):
         module()(torch.randn(2, 5, 31))
     with pytest.raises(saccade.InvalidArgument, match="a cache holds one document per row"):
