@@ -125,7 +125,8 @@ def test_rows_that_are_no_rows(decodes):
     cache = saccade.DynamicMaskCache(5)
     step = functools.partial(cache.attend, *(x[:, :, :1] for x in tensors), enable_gqa=True)
     step(backend="decode" if decodes else "gather_torch")
-    for rows in (torch.tensor([[0, 1]]), torch.tensor(1), torch.tensor([0.0]), torch.tensor([True, False]), "01", [0.5], None):
+    lists = ([0.5], ["0"], [[0], [0, 1]], [2**70])
+    for rows in (torch.tensor([[0, 1]]), torch.tensor(1), torch.tensor([0.0]), torch.tensor([True, False]), "01", None, *lists):
         with pytest.raises(
             saccade.InvalidArgument, match=r"^rows is .*; it must be an int32 or int64 torch\.Tensor of shape \[n\]$"
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -235,7 +236,8 @@ class DynamicMaskCache:
     def _rows(self, rows: Tensor | Sequence[int]) -> Tensor:
         """Checked indices of batch rows, int64 on the device of the cache."""
         if isinstance(rows, (list, tuple)):
-            rows = torch.as_tensor(rows, device="cpu") if rows else torch.zeros(0, dtype=torch.int64, device="cpu")
+            with contextlib.suppress(RuntimeError, TypeError, ValueError):  # stays a list, which is refused
+                rows = torch.as_tensor(rows, device="cpu") if rows else torch.zeros(0, dtype=torch.int64, device="cpu")
         check_kinds(rows=rows)
         if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
             given = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
