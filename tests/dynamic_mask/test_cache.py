@@ -515,6 +515,20 @@ def test_the_count_of_tokens_is_a_copy(backend):
     assert cache.seen.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("backend", ["auto", "decode"])
+def test_lengths_of_another_dtype_are_refused_later_too(backend):
+    cache, x, lengths = (
+        saccade.DynamicMaskCache(keep=4),
+        torch.randn(2, 2, 3, 8, device=DEVICE),
+        torch.tensor([2, 3], device=DEVICE),
+    )
+    cache.attend(x, x, x, x[..., 0], lengths=lengths, backend=backend)
+    for wrong in (lengths + 0.7, lengths > 2):
+        with pytest.raises(saccade.InvalidArgument, match="lengths has dtype"):
+            cache.attend(x, x, x, x[..., 0], lengths=wrong, backend=backend)
+    assert cache.seen.tolist() == [2, 3]
+
+
 def test_tokens_that_were_not_committed_are_let_go():
     cache, x = saccade.DynamicMaskCache(keep=4), torch.randn(2, 2, 1000, 8)
     memory = weakref.ref(x.untyped_storage())

@@ -269,7 +269,7 @@ class DynamicMaskCache:
         signature: tuple | None = None
         try:
             if eager(*tensors, lengths):
-                given = None if lengths is None else (lengths.shape, lengths.device)
+                given = None if lengths is None else (lengths.shape, lengths.dtype, lengths.device)
                 options = (given, scale, enable_gqa, add_scores, backend, needs_grad)
                 signature = (*[_metadata(x) for x in tensors], options)
                 if signature == self._signature:
