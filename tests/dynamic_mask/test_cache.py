@@ -529,6 +529,16 @@ def test_lengths_of_another_dtype_are_refused_later_too(backend):
     assert cache.seen.tolist() == [2, 3]
 
 
+def test_a_planned_call_is_not_made_while_kernels_are_disabled():
+    cache, x = saccade.DynamicMaskCache(keep=4), torch.randn(2, 2, 1, 16, device=DEVICE)
+    step = functools.partial(cache.attend, x, x, x, x[..., 0], backend="decode")
+    step()
+    with saccade.disabled(), pytest.raises(saccade.UnsupportedProblem, match="saccade is disabled"):
+        step()
+    step()
+    assert cache.seen.tolist() == [2, 2]
+
+
 def test_tokens_that_were_not_committed_are_let_go():
     cache, x = saccade.DynamicMaskCache(keep=4), torch.randn(2, 2, 1000, 8)
     memory = weakref.ref(x.untyped_storage())

@@ -21,6 +21,7 @@ from saccade.engine.calls import autocast, gradient_needed, values_known
 from saccade.engine.dispatch import choose, why_not
 from saccade.engine.kinds import check_kinds
 from saccade.engine.lengths import checked_lengths
+from saccade.engine.switch import is_disabled
 from saccade.engine.tracing import eager, load
 from saccade.errors import InvalidArgument, UnsupportedProblem
 
@@ -270,7 +271,7 @@ class DynamicMaskCache:
         try:
             if eager(*tensors, lengths):
                 given = None if lengths is None else (lengths.shape, lengths.dtype, lengths.device)
-                options = (given, scale, enable_gqa, add_scores, backend, needs_grad)
+                options = (given, scale, enable_gqa, add_scores, backend, needs_grad, is_disabled())
                 signature = (*[_metadata(x) for x in tensors], options)
                 if signature == self._signature:
                     return self._decode
