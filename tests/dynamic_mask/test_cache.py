@@ -539,6 +539,12 @@ def test_a_planned_call_is_not_made_while_kernels_are_disabled():
     assert cache.seen.tolist() == [2, 2]
 
 
+def test_a_cache_without_values_is_shown():
+    cache, x = saccade.DynamicMaskCache(keep=4), torch.empty(2, 2, 1, 16, device="meta")
+    cache.attend(x, x, x, x[..., 0])
+    assert repr(cache) == "DynamicMaskCache(keep=4, seen=unknown)"
+
+
 def test_tokens_that_were_not_committed_are_let_go():
     cache, x = saccade.DynamicMaskCache(keep=4), torch.randn(2, 2, 1000, 8)
     memory = weakref.ref(x.untyped_storage())

@@ -70,7 +70,8 @@ class DynamicMaskCache:
         return {**vars(self), "_signature": None, "_decode": None}
 
     def __repr__(self) -> str:
-        seen = "empty" if self.seen is None else f"seen={self.seen.tolist()}"
+        counts = self.seen
+        seen = "empty" if counts is None else f"seen={counts.tolist() if values_known(counts) else 'unknown'}"
         always = "".join(f"{name}={n}, " for name, n in (("sinks", self.sinks), ("window", self.window)) if n)
         return f"DynamicMaskCache(keep={self.keep}, {always}{seen})"
 
