@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.dynamic_mask.api import dynamic_mask_attention
 from saccade.dynamic_mask.args import Places
 from saccade.dynamic_mask.backends import DECODING
-from saccade.dynamic_mask.decode.entries import Entries, accepted_of, real_of, rolled
+from saccade.dynamic_mask.decode.entries import Entries, accepted_of, none_of, real_of, rolled
 from saccade.dynamic_mask.problem import DynamicMaskProblem, check_selection_values, describe_dynamic_mask
 from saccade.engine.arguments import check_choice, check_count, check_flag, check_keep, check_lengths
 from saccade.engine.backend import Backend
@@ -169,7 +169,7 @@ class DynamicMaskCache:
         )  # fmt: skip
         assert isinstance(out, Tensor)
         if not self._tensors():  # not before: a refused call would have said which batch the cache holds
-            self._entries, self._counted = _none_of(key, value)
+            self._entries, self._counted = none_of(key, value)
         if commit:
             self._take_in(every, first)
         else:
@@ -358,7 +358,7 @@ class DynamicMaskCache:
         if self._places is not None:
             held = Entries(*self._places[:4])
             return held.taken(torch.argsort(held.position, dim=-1, stable=True))
-        return _none_of(key, value)[0] if self._entries is None else self._entries
+        return none_of(key, value)[0] if self._entries is None else self._entries
 
     def _joined(self, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> tuple[Entries, int]:
         """The entries with those of the new tokens behind them, and the index at which these begin."""
@@ -369,7 +369,7 @@ class DynamicMaskCache:
 
     def _new_entries(self, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> Entries:
         batch, heads, count = key_scores.shape
-        seen = _none_of(key, value)[1] if self.seen is None else self.seen
+        seen = none_of(key, value)[1] if self.seen is None else self.seen
         along = torch.arange(count, device=key.device)
         position = (seen[:, None] + along).to(torch.int32).expand(batch, count)
         if lengths is not None:
@@ -390,15 +390,6 @@ class DynamicMaskCache:
             # in place, because a captured graph refers to this memory, which has room for at least as many
             x[:, :, : entries.shape[2]] = entries
         self._places.seen.add_(new[:, None])
-
-
-def _none_of(key: Tensor, value: Tensor) -> tuple[Entries, Tensor]:
-    """No entries of such tokens, and how many each batch row has seen."""
-    position = torch.empty((*key.shape[:2], 0), dtype=torch.int32, device=key.device)
-    counted = torch.zeros(len(key), dtype=torch.int64, device=key.device)
-    # not slices of 0 tokens, which would hold the memory of all
-    keys, values = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (key, value))
-    return Entries(keys, values, position.float(), position), counted
 
 
 def _metadata(tensor: Tensor) -> tuple:
