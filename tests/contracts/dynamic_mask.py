@@ -85,7 +85,10 @@ class DynamicMaskContract:
         lengths = torch.tensor(PADDED, device=DEVICE)
         clean = replace(make_dynamic_mask(case, dtype, DEVICE), lengths=lengths)
         real = (torch.arange(case.kv_len, device=DEVICE) < lengths[:, None])[:, None, :, None]
-        dirty = replace(clean, key=clean.key.where(real, garbage), value=clean.value.where(real, garbage))
+        dirty = replace(
+            clean, key=clean.key.where(real, garbage), value=clean.value.where(real, garbage),
+            key_scores=clean.key_scores.where(real[..., 0], garbage),
+        )  # fmt: skip
         expected, found = self.outputs(case, clean), self.outputs(case, dirty)
         self.same(expected, found)
         assert not any(x.isnan().any() for x in found.values())

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import pickle
 import sys
+import weakref
 
 import pytest
 import torch
@@ -124,7 +125,8 @@ def test_rows_that_are_no_rows(decodes):
     cache = saccade.DynamicMaskCache(5)
     step = functools.partial(cache.attend, *(x[:, :, :1] for x in tensors), enable_gqa=True)
     step(backend="decode" if decodes else "gather_torch")
-    for rows in (torch.tensor([[0, 1]]), torch.tensor(1), torch.tensor([0.0]), torch.tensor([True, False]), "01", [0.5], None):
+    lists = ([0.5], ["0"], [[0], [0, 1]], [2**70])
+    for rows in (torch.tensor([[0, 1]]), torch.tensor(1), torch.tensor([0.0]), torch.tensor([True, False]), "01", None, *lists):
         with pytest.raises(
             saccade.InvalidArgument, match=r"^rows is .*; it must be an int32 or int64 torch\.Tensor of shape \[n\]$"
         ):
@@ -511,6 +513,55 @@ def test_the_count_of_tokens_is_a_copy(backend):
     assert counted.tolist() == [3, 3]
     counted.fill_(70)
     assert cache.seen.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("backend", ["auto", "decode"])
+def test_lengths_of_another_dtype_are_refused_later_too(backend):
+    cache, x, lengths = (
+        saccade.DynamicMaskCache(keep=4),
+        torch.randn(2, 2, 3, 8, device=DEVICE),
+        torch.tensor([2, 3], device=DEVICE),
+    )
+    cache.attend(x, x, x, x[..., 0], lengths=lengths, backend=backend)
+    for wrong in (lengths + 0.7, lengths > 2):
+        with pytest.raises(saccade.InvalidArgument, match="lengths has dtype"):
+            cache.attend(x, x, x, x[..., 0], lengths=wrong, backend=backend)
+    assert cache.seen.tolist() == [2, 3]
+
+
+def test_a_planned_call_is_not_made_while_kernels_are_disabled():
+    cache, x = saccade.DynamicMaskCache(keep=4), torch.randn(2, 2, 1, 16, device=DEVICE)
+    step = functools.partial(cache.attend, x, x, x, x[..., 0], backend="decode")
+    step()
+    with saccade.disabled(), pytest.raises(saccade.UnsupportedProblem, match="saccade is disabled"):
+        step()
+    step()
+    assert cache.seen.tolist() == [2, 2]
+
+
+def test_a_cache_without_values_is_shown():
+    cache, x = saccade.DynamicMaskCache(keep=4), torch.empty(2, 2, 1, 16, device="meta")
+    cache.attend(x, x, x, x[..., 0])
+    assert repr(cache) == "DynamicMaskCache(keep=4, seen=unknown)"
+
+
+def test_tokens_that_were_not_committed_are_let_go():
+    cache, x = saccade.DynamicMaskCache(keep=4), torch.randn(2, 2, 1000, 8)
+    memory = weakref.ref(x.untyped_storage())
+    cache.attend(x, x, x, x[..., 0], commit=False)
+    cache.reset()
+    del x
+    assert memory() is None
+
+
+@pytest.mark.parametrize(("batch", "count"), [(0, 3), (2, 0)])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_lengths_of_no_rows_or_no_tokens(batch, count, side):
+    cache = saccade.DynamicMaskCache(keep=4)
+    lengths = torch.zeros(batch, dtype=torch.int64)
+    x = torch.randn(batch, 2, count, 8)
+    assert cache.attend(x, x, x, x[..., 0], lengths=lengths, padding_side=side).shape == x.shape
+    assert cache.seen.tolist() == [0] * batch
 
 
 @pytest.mark.parametrize("wrong", [{"backend": "none"}, {"scale": "1"}, {"scores": float("nan")}], ids=str)

@@ -111,6 +111,19 @@ def test_strided_views():
     assert torch.equal(ours, saccade.dynamic_mask_attention(*leaves, keep=9, backend="gather_cpp"))
 
 
+def test_views_whose_heads_are_innermost():
+    shape = (2, 3, 33, 5)  # D is no multiple of 16, so rows are padded
+    dense = [torch.randn(shape) for _ in range(4)]
+    views = [x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for x in dense]  # in order of address: B, T, D, H
+    scores = torch.randn(shape[:3])
+    found = []
+    for *leaves, dout in (dense, views):
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        out = saccade.dynamic_mask_attention(*leaves, scores, keep=9, backend="gather_cpp")
+        found.append((out, *torch.autograd.grad(out, leaves, dout)))
+    torch.testing.assert_close(found[1], found[0], rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("scores", ["random", "ties", "falling", "rising", "zeros of both signs"])
 @pytest.mark.parametrize(("length", "keep"), [(1, 1), (2, 1), (50, 1), (300, 17), (300, 299), (300, 300), (300, 900)])
 def test_selection_equals_plain_torch(scores, length, keep):

@@ -120,6 +120,16 @@ def test_expiry_is_canonical(selection):
     assert ((found >= positions) & (found <= scores.shape[2])).all()
 
 
+def test_scores_of_padding_may_be_nan():
+    scores, lengths = torch.randn(2, 3, 40), torch.tensor([17, 40])
+    expected = saccade.expiry(scores, 5, lengths=lengths)
+    scores[0, :, 17:] = float("nan")
+    assert torch.equal(saccade.expiry(scores, 5, lengths=lengths), expected)
+    scores[0, 1, 16] = float("nan")
+    with pytest.raises(saccade.InvalidArgument, match=r"key_scores holds nan at \[0, 1, 16\]"):
+        saccade.expiry(scores, 5, lengths=lengths)
+
+
 @pytest.mark.parametrize("length", [1000, 2048, 2500])
 @pytest.mark.parametrize("kind", ["distinct", "ties"])
 def test_expiry_against_a_heap(length, kind):

@@ -128,6 +128,9 @@ def test_sinks_and_a_window_reach_the_cache():
 
 
 def test_bad_inputs():
+    angles = torch.ones(5, 3)
+    with pytest.raises(saccade.InvalidArgument, match="with head_dim 3; rotary embedding pairs halves, so it must be even"):
+        DynamicMaskAttention(32, 4, head_dim=3, keep=4)(torch.randn(2, 5, 32), (angles, angles))
     with pytest.raises(saccade.InvalidArgument, match=r"hidden has shape \[2, 5, 31\]; it must be \[B, S, 32\]"):
         module()(torch.randn(2, 5, 31))
     with pytest.raises(saccade.InvalidArgument, match="a cache holds one document per row"):
@@ -151,3 +154,13 @@ def test_rotary_embeddings_of_float32_serve_a_layer_of_16_bits(autocast, cached)
             found = layer(hidden, rotary, cache=cache)
     assert found.dtype == torch.bfloat16
     assert (found.float() - expected).norm() < 0.05 * expected.norm()
+
+
+def test_padding_may_hold_anything():
+    layer = saccade.nn.DynamicMaskAttention(32, 4, keep=4)
+    clean, lengths = torch.randn(2, 9, 32), torch.tensor([9, 5])
+    dirty = clean.clone()
+    dirty[1, 5:] = float("nan")
+    expected, found = layer(clean, lengths=lengths), layer(dirty, lengths=lengths)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1, :5], expected[1, :5])

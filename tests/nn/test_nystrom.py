@@ -154,3 +154,10 @@ def test_what_is_refused(arguments, message):
         NystromAttention(**{"embed_dim": 24, "num_heads": 3, **arguments})
     with pytest.raises(InvalidArgument, match=r"\[B, S, 24\]"):
         module(None)(torch.randn(2, 5, 8))
+
+
+def test_exports_with_any_number_of_tokens():
+    layer, tokens = module("2:4", landmarks=8, conv_kernel=3), torch.export.Dim("tokens", min=8, max=512)
+    traced, x = (torch.randn(2, n, 24, dtype=torch.float64) for n in (30, 51))
+    program = torch.export.export(layer, (traced,), dynamic_shapes={"x": {1: tokens}}).module()
+    torch.testing.assert_close(program(x), layer(x))

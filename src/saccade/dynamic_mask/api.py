@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saccade.dynamic_mask import op
 from saccade.dynamic_mask.args import DynamicMaskArgs
+from saccade.dynamic_mask.decode.entries import real_of
 from saccade.dynamic_mask.documents import check_one_row, documents_of
 from saccade.dynamic_mask.gradient import CausalDynamicMask, CausalOptions, DynamicMask
 from saccade.dynamic_mask.prepared import prepare_dynamic_mask
@@ -118,8 +119,8 @@ def dynamic_mask_attention(
             `add_scores=False` they only rank the keys.
         keep: keys that each query keeps, at least 1.
         is_causal: a query sees keys up to its own position; otherwise all queries keep the same set of keys.
-        lengths: int32 or int64 `[B]`, number of real keys; keys beyond it never compete and may hold anything, NaN included. A NaN in a real
-            value may reach every query of its row and key head, whatever else hides it: a weight of 0 times a NaN is a NaN.
+        lengths: int32 or int64 `[B]`, number of real keys; keys beyond it never compete. They and their scores may hold anything, NaN included.
+            A NaN in a real value may reach every query of its row and key head, whatever else hides it: a weight of 0 times a NaN is a NaN.
         document_ids: int32 or int64 `[B, Tk]`, not decreasing; queries see keys, and keys compete, only within their own
             document.
         cu_seqlens: int32 or int64 `[N + 1]`, from 0 to Tk without decreasing, in place of `document_ids` for B = 1: document n holds the
@@ -163,7 +164,13 @@ def dynamic_mask_attention(
     # read last: on a GPU everything is launched by then, and no launch has to wait. Invalid scores give wrong results, but never
     # a fault
     if faulty is not None and faulty():
-        check_selection_values(key_scores, document_ids)
+        real_scores = real_of(key_scores, lengths)
+        check_selection_values(real_scores, document_ids)
+        # padding alone was not finite; scores that lie elsewhere are another signature, hence a call of its own
+        return dynamic_mask_attention(
+            query, key, value, real_scores, keep=keep, is_causal=is_causal, lengths=lengths, document_ids=document_ids, sinks=sinks,
+            window=window, add_scores=add_scores, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
     return (out, lse) if return_lse and lse is not None else out
 
 
@@ -173,7 +180,7 @@ def _attend(query, key, value, key_scores, lengths, document_ids, prepared: Prep
     watched = values_known(key_scores)
     if chosen.attend is not None:
         if watched:
-            check_selection_values(key_scores, document_ids)
+            check_selection_values(real_of(key_scores, lengths), document_ids)
         with uncast(query):
             return (*chosen.attend(query, key, value, key_scores, lengths, document_ids, problem), None)
     if watched and _at_once(problem) and eager(query, key, value, key_scores, lengths):
@@ -290,6 +297,7 @@ def expiry(
         check_selection(key_scores, keep, lengths, document_ids)
         keep = min(check_keep(keep), max(key_scores.shape[2], 1))
         sinks, window = check_always(sinks, window, True, key_scores.shape[2])
+    key_scores = real_of(key_scores, lengths)
     if values_known(key_scores):
         check_selection_values(key_scores, document_ids)
     if lengths is not None:

@@ -158,6 +158,10 @@ def _check_rotary(given: Any, shape: tuple[int, int, int], device: torch.device)
     wanted = f"it must be (cos, sin), two floating-point tensors {list(shape)} or {list(shape[1:])} on {device}"
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise InvalidArgument(f"position_embeddings is {shown(given)}; {wanted}")
+    if shape[2] % 2:
+        raise InvalidArgument(
+            f"position_embeddings is given with head_dim {shape[2]}; rotary embedding pairs halves, so it must be even"
+        )
     for part in given:
         check_kinds(position_embeddings=part)
         if not isinstance(part, Tensor) or part.dtype not in FLOATING or part.device != device:

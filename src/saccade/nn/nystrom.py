@@ -91,7 +91,7 @@ class NystromAttention(Module):
         check_tokens(x, self.embed_dim)
         qkv = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
-        count = max(min(self.landmarks, x.shape[1]), 1)
+        count = self.landmarks if x.shape[1] >= self.landmarks else max(x.shape[1], 1)
         # which tokens, and which landmarks, a row has
         real = marked = used = None
         if lengths is not None:

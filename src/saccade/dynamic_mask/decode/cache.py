@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from saccade.dynamic_mask.api import dynamic_mask_attention
 from saccade.dynamic_mask.args import Places
 from saccade.dynamic_mask.backends import DECODING
-from saccade.dynamic_mask.decode.entries import Entries, accepted_of, real_of, rolled
+from saccade.dynamic_mask.decode.entries import Entries, accepted_of, none_of, real_of, rolled
 from saccade.dynamic_mask.problem import DynamicMaskProblem, check_selection_values, describe_dynamic_mask
 from saccade.engine.arguments import check_choice, check_count, check_flag, check_keep, check_lengths
 from saccade.engine.backend import Backend
@@ -20,6 +21,7 @@ from saccade.engine.calls import autocast, gradient_needed, values_known
 from saccade.engine.dispatch import choose, why_not
 from saccade.engine.kinds import check_kinds
 from saccade.engine.lengths import checked_lengths
+from saccade.engine.switch import is_disabled
 from saccade.engine.tracing import eager, load
 from saccade.errors import InvalidArgument, UnsupportedProblem
 
@@ -68,7 +70,8 @@ class DynamicMaskCache:
         return {**vars(self), "_signature": None, "_decode": None}
 
     def __repr__(self) -> str:
-        seen = "empty" if self.seen is None else f"seen={self.seen.tolist()}"
+        counts = self.seen
+        seen = "empty" if counts is None else f"seen={counts.tolist() if values_known(counts) else 'unknown'}"
         always = "".join(f"{name}={n}, " for name, n in (("sinks", self.sinks), ("window", self.window)) if n)
         return f"DynamicMaskCache(keep={self.keep}, {always}{seen})"
 
@@ -166,7 +169,7 @@ class DynamicMaskCache:
         )  # fmt: skip
         assert isinstance(out, Tensor)
         if not self._tensors():  # not before: a refused call would have said which batch the cache holds
-            self._entries, self._counted = _none_of(key, value)
+            self._entries, self._counted = none_of(key, value)
         if commit:
             self._take_in(every, first)
         else:
@@ -235,7 +238,8 @@ class DynamicMaskCache:
     def _rows(self, rows: Tensor | Sequence[int]) -> Tensor:
         """Checked indices of batch rows, int64 on the device of the cache."""
         if isinstance(rows, (list, tuple)):
-            rows = torch.as_tensor(rows, device="cpu") if rows else torch.zeros(0, dtype=torch.int64, device="cpu")
+            with contextlib.suppress(RuntimeError, TypeError, ValueError):  # stays a list, which is refused
+                rows = torch.as_tensor(rows, device="cpu") if rows else torch.zeros(0, dtype=torch.int64, device="cpu")
         check_kinds(rows=rows)
         if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
             given = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
@@ -267,8 +271,8 @@ class DynamicMaskCache:
         signature: tuple | None = None
         try:
             if eager(*tensors, lengths):
-                given = None if lengths is None else (lengths.shape, lengths.device)
-                options = (given, scale, enable_gqa, add_scores, backend, needs_grad)
+                given = None if lengths is None else (lengths.shape, lengths.dtype, lengths.device)
+                options = (given, scale, enable_gqa, add_scores, backend, needs_grad, is_disabled())
                 signature = (*[_metadata(x) for x in tensors], options)
                 if signature == self._signature:
                     return self._decode
@@ -354,7 +358,7 @@ class DynamicMaskCache:
         if self._places is not None:
             held = Entries(*self._places[:4])
             return held.taken(torch.argsort(held.position, dim=-1, stable=True))
-        return _none_of(key, value)[0] if self._entries is None else self._entries
+        return none_of(key, value)[0] if self._entries is None else self._entries
 
     def _joined(self, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> tuple[Entries, int]:
         """The entries with those of the new tokens behind them, and the index at which these begin."""
@@ -365,7 +369,7 @@ class DynamicMaskCache:
 
     def _new_entries(self, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> Entries:
         batch, heads, count = key_scores.shape
-        seen = _none_of(key, value)[1] if self.seen is None else self.seen
+        seen = none_of(key, value)[1] if self.seen is None else self.seen
         along = torch.arange(count, device=key.device)
         position = (seen[:, None] + along).to(torch.int32).expand(batch, count)
         if lengths is not None:
@@ -386,13 +390,6 @@ class DynamicMaskCache:
             # in place, because a captured graph refers to this memory, which has room for at least as many
             x[:, :, : entries.shape[2]] = entries
         self._places.seen.add_(new[:, None])
-
-
-def _none_of(key: Tensor, value: Tensor) -> tuple[Entries, Tensor]:
-    """No entries of such tokens, and how many each batch row has seen."""
-    position = torch.empty((*key.shape[:2], 0), dtype=torch.int32, device=key.device)
-    counted = torch.zeros(len(key), dtype=torch.int64, device=key.device)
-    return Entries(key.detach()[:, :, :0], value.detach()[:, :, :0], position.float(), position), counted
 
 
 def _metadata(tensor: Tensor) -> tuple:

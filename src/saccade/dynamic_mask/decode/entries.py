@@ -60,12 +60,21 @@ class Entries:
         return self.key, self.value, self.scores, self.position
 
 
+def none_of(key: Tensor, value: Tensor) -> tuple[Entries, Tensor]:
+    """No entries of such tokens, and how many each batch row has seen."""
+    position = torch.empty((*key.shape[:2], 0), dtype=torch.int32, device=key.device)
+    counted = torch.zeros(len(key), dtype=torch.int64, device=key.device)
+    # not slices of 0 tokens, which would hold the memory of all
+    keys, values = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (key, value))
+    return Entries(keys, values, position.float(), position), counted
+
+
 def real_of(new: Tensor, lengths: Tensor | None) -> Tensor:
     """New tokens `[B, Hkv, T, ...]`, with padding replaced by zeros."""
     if lengths is None:
         return new
     real = torch.arange(new.shape[2], device=new.device) < lengths[:, None]
-    return new.where(real.view(len(real), 1, -1, *([1] * (new.dim() - 3))), 0.0)
+    return new.where(real.view(len(real), 1, new.shape[2], *([1] * (new.dim() - 3))), 0.0)
 
 
 def rolled(new: Tensor, by: Tensor) -> Tensor:

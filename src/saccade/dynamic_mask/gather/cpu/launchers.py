@@ -156,7 +156,7 @@ def _rows(tensor: Tensor) -> Tensor:
     """Contiguous float32, the last dim padded with zeros to a multiple of the widest vector."""
     rows = tensor.detach().float()
     missing = -rows.shape[3] % _LANES
-    return F.pad(rows, (0, missing)) if missing else rows.contiguous()
+    return (F.pad(rows, (0, missing)) if missing else rows).contiguous()
 
 
 def _threads() -> int:
