@@ -310,6 +310,29 @@ def test_a_mask_of_keys_of_windows(shape):
     torch.testing.assert_close(found, torch.nn.functional.scaled_dot_product_attention(query, key, value, whole).nan_to_num())
 
 
+@pytest.mark.parametrize("backend", ["short", "shared_bias", "sdpa", "reference", "packed", "varlen"])
+def test_a_bias_that_is_the_imaginary_part_of_a_conjugate(backend):
+    """torch negates it when it is read; its memory has the other sign."""
+    x = torch.randn(20, 3, 2, 16, device=DEVICE)
+    made = torch.randn(2, 20, 20, device=DEVICE, dtype=torch.complex64, requires_grad=True)
+    bias = made.conj().imag
+    assert bias.is_neg()
+
+    def attend(bias):
+        if backend == "packed":
+            return saccade.attention_qkvpacked(x[None], bias, backend="short")
+        if backend == "varlen":
+            ends = torch.tensor([0, 20], dtype=torch.int32, device=DEVICE)
+            return saccade.attention_varlen_qkvpacked(x, ends, 20, attn_bias=bias, backend="ragged")
+        return saccade.attention(*x.permute(1, 2, 0, 3)[:, None], bias, backend=backend)
+
+    plain = -made.imag
+    found, expected = attend(bias), attend(plain)
+    torch.testing.assert_close(found, expected)
+    (got,), (want,) = (torch.autograd.grad(out.square().sum(), made) for out in (found, expected))
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32, None], ids=str)
 @pytest.mark.parametrize("whole", range(3))
 def test_a_mask_of_keys_of_tensors_that_are_broadcast(whole, kind):
