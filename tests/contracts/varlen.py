@@ -64,6 +64,22 @@ class VarlenContract:
         out = saccade.attention_varlen(*leaves, ends, ends, 21, 21, backend=self.backend)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_tokens_of_no_sequence(self, is_causal):
+        """They get out 0, lse -inf and zero gradients, whatever memory held and whatever comes back."""
+        if not self.has_lse:
+            pytest.skip("has no log-sum-exp")
+        ends = torch.tensor([0, 5, 12], dtype=torch.int32, device=DEVICE)
+        leaves = [torch.randn(16, 2, 16, device=DEVICE).to(self.dtypes[0]).requires_grad_() for _ in range(3)]
+        out, lse = saccade.attention_varlen(*leaves, ends, ends, 7, 7, is_causal=is_causal, return_lse=True, backend=self.backend)
+        assert (out[12:] == 0).all()
+        assert lse[:, :12].isfinite().all()
+        assert (lse[:, 12:] == float("-inf")).all()
+        incoming = torch.ones_like(lse).index_fill(1, torch.arange(12, 16, device=DEVICE), float("nan"))
+        for gradient in torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), incoming)):
+            assert gradient.isfinite().all()
+            assert (gradient[12:] == 0).all()
+
     def test_strided_inputs(self):
         dtype = self.dtypes[0]
         ends = torch.tensor([0, 9, 9, 30], dtype=torch.int32, device=DEVICE)

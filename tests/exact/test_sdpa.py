@@ -699,9 +699,10 @@ def test_a_bias_without_a_key_or_a_query_has_a_gradient_of_zero(rows, queries, o
     assert torch.equal(bias.grad, torch.zeros_like(bias))
 
 
+@pytest.mark.parametrize("more", [(), (3,)], ids=str)
 @pytest.mark.parametrize(("rows", "queries", "keys"), [(0, 4, 4), (2, 0, 4), (2, 4, 0)])
-def test_so_has_one_whose_call_needs_no_closer_look(rows, queries, keys):
-    q, k, v = (torch.randn(rows, 2, n, 16) for n in (queries, keys, keys))
+def test_so_has_one_whose_call_needs_no_closer_look(rows, queries, keys, more):
+    q, k, v = (torch.randn(rows, *more, 2, n, 16) for n in (queries, keys, keys))
     bias = torch.randn(queries, keys, requires_grad=True)
     saccade.attention(q, k, v, attn_mask=bias).sum().backward()
     assert torch.equal(bias.grad, torch.zeros_like(bias))

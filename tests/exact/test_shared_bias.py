@@ -300,12 +300,49 @@ def test_a_mask_of_keys_alone_or_beside_a_boolean_mask():
         torch.testing.assert_close(found, saccade.attention(*leaves[:3], both), rtol=0, atol=0)
 
 
-def test_a_mask_of_keys_of_windows():
+@pytest.mark.parametrize("shape", [(2, 2, 20, 20), (2, 20, 20), (), (3, 1, 1, 20, 20), (3, 2, 2, 1, 20)], ids=str)
+def test_a_mask_of_keys_of_windows(shape):
+    """Beside a bias for each window, which is read once, and beside any other, which goes to torch as it is."""
     query, key, value = (torch.randn(3, 2, 2, 20, 8, device=DEVICE) for _ in range(3))
-    bias, seen = torch.randn(2, 2, 20, 20, device=DEVICE), torch.rand(3, 2, 20, device=DEVICE) < 0.6
+    bias, seen = torch.randn(shape, device=DEVICE), torch.rand(3, 2, 20, device=DEVICE) < 0.6
     found = saccade.attention(query, key, value, bias, key_mask=seen)
     whole = bias + added_of(seen, query)[:, :, None, None]
     torch.testing.assert_close(found, torch.nn.functional.scaled_dot_product_attention(query, key, value, whole).nan_to_num())
+
+
+@pytest.mark.parametrize("backend", ["short", "shared_bias", "sdpa", "reference", "packed", "varlen"])
+def test_a_bias_that_is_the_imaginary_part_of_a_conjugate(backend):
+    """torch negates it when it is read; its memory has the other sign."""
+    x = torch.randn(20, 3, 2, 16, device=DEVICE)
+    made = torch.randn(2, 20, 20, device=DEVICE, dtype=torch.complex64, requires_grad=True)
+    bias = made.conj().imag
+    assert bias.is_neg()
+
+    def attend(bias):
+        if backend == "packed":
+            return saccade.attention_qkvpacked(x[None], bias, backend="short")
+        if backend == "varlen":
+            ends = torch.tensor([0, 20], dtype=torch.int32, device=DEVICE)
+            return saccade.attention_varlen_qkvpacked(x, ends, 20, attn_bias=bias, backend="ragged")
+        return saccade.attention(*x.permute(1, 2, 0, 3)[:, None], bias, backend=backend)
+
+    plain = -made.imag
+    found, expected = attend(bias), attend(plain)
+    torch.testing.assert_close(found, expected)
+    (got,), (want,) = (torch.autograd.grad(out.square().sum(), made) for out in (found, expected))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, None], ids=str)
+@pytest.mark.parametrize("whole", range(3))
+def test_a_mask_of_keys_of_tensors_that_are_broadcast(whole, kind):
+    """It has a row for each batch row of the result, whichever tensor has them."""
+    tensors = [torch.randn(3 if at == whole else 1, 2, 20, 8, device=DEVICE) for at in range(3)]
+    seen = torch.rand(3, 20, device=DEVICE) < 0.6
+    mask = None if kind is None else (torch.randn(3, 1, 20, 20, device=DEVICE) > 0).to(kind)
+    found = saccade.attention(*tensors, mask, key_mask=seen)
+    torch.testing.assert_close(found, saccade.attention(*(x.expand(3, -1, -1, -1) for x in tensors), mask, key_mask=seen))
+    assert "B=3" in saccade.explain(*tensors, mask, key_mask=seen)
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,21 @@ def test_compiled_and_differentiated_by_the_ops(window):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("window", [(2, 3), (0, 3)], ids=str)
+def test_compiled_for_any_number_of_tokens_in_any_order_of_dimensions(window):
+    """64 tokens and 7 are a block of queries without padding, 20 and 100 are not."""
+
+    def call(qkv):
+        return saccade.attention_qkvpacked(qkv, window=window, backend="sdpa")
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (7, 20, 64, 100):
+        qkv = torch.randn(2, tokens, 3, 4, 8, requires_grad=True)
+        (out, got), (expected, want) = ((o, torch.autograd.grad(o.square().sum(), qkv)[0]) for o in (compiled(qkv), call(qkv)))
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(got, want)
+
+
 def test_nested_tensors():
     parts = [torch.randn(n, 2, 16) for n in (5, 30)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)

@@ -370,6 +370,26 @@ def test_a_later_patch_of_another_function_is_seen(monkeypatch):
         assert model(x).max() < -50
 
 
+SCALE = 1.0
+
+
+class Scaled(nn.Module):
+    """Reads a global of its module."""
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, scale=SCALE)
+
+
+def test_globals_are_those_of_the_time_of_each_patch(monkeypatch):
+    model, x = nn.Sequential(Scaled(), Scaled()), torch.randn(2, 3, 5, 8)
+    for scale in (1.0, 0.1):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        expected = model(x)
+        with patch(model):
+            torch.testing.assert_close(model(x), expected)
+            assert type(model[0]) is type(model[1])
+
+
 class Overriding(Named):
     """Inherits a layer that calls torch's function, and forms its scores instead."""
 

@@ -175,7 +175,7 @@ def attention(
         window = check_window(window)
         call = (*call[:_WINDOW], window, *call[_WINDOW + 1 :])
     if key_mask is not None:
-        attn_mask, key_mask = with_key_mask(query, key, attn_mask, key_mask, is_causal, window)
+        attn_mask, key_mask = with_key_mask(query, key, value, attn_mask, key_mask, is_causal, enable_gqa, window)
         if key_mask is None:
             return attention(**AttentionCall(*call)._replace(attn_mask=attn_mask, key_mask=None)._asdict())
     if is_causal_bias(attn_mask):
@@ -228,7 +228,8 @@ def _args_of(
     problem = prepared.problem
     mask, bias = split_mask(problem, attn_mask)
     if key_mask is not None:
-        mask = mask_of_keys(key_mask)
+        # without a bias for each window, torch's function takes tensors of rank 5 as they are
+        mask = mask_of_keys(key_mask) if problem.rank == 4 else key_mask[..., None, None, :]
     if problem.windows:
         query, key, value = in_one_batch(query), in_one_batch(key), in_one_batch(value)
         bias = None if bias is None else in_one_batch(bias)

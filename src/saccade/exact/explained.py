@@ -53,7 +53,7 @@ def explain(
         InvalidArgument: as `attention`.
     """
     if key_mask is not None:
-        attn_mask, key_mask = with_key_mask(query, key, attn_mask, key_mask, is_causal, window)
+        attn_mask, key_mask = with_key_mask(query, key, value, attn_mask, key_mask, is_causal, enable_gqa, window)
     if is_causal_bias(attn_mask):
         attn_mask, is_causal = checked_unbiased(attn_mask, is_causal, query, key)
     check_kinds(query=query, key=key, value=value, attn_mask=attn_mask, lengths=lengths)

@@ -67,15 +67,24 @@ def _is_copied(problem: Problem, attn_mask: Tensor) -> bool:
 
 
 def with_key_mask(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, key_mask: Tensor, is_causal: bool, window: Window | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_mask: Tensor,
+    is_causal: bool,
+    enable_gqa: bool,
+    window: Window | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(attn_mask, key_mask) of a call: one boolean mask and None; or a bias and the mask of keys beside it.
 
     Raises:
         InvalidArgument: key_mask is not bool `[*batch, Tk]`, or is given with an argument that excludes it.
     """
-    check_kinds_but_sharded(query=query, key=key, key_mask=key_mask)
-    check_tensors(query, key, key)
+    check_kinds_but_sharded(query=query, key=key, value=value, key_mask=key_mask)
+    check_tensors(query, key, value)
+    if must_broadcast(query, key, value, enable_gqa):
+        query, key, value = broadcast(query, key, value, enable_gqa)  # the masks have the shape of the result
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
         kind = f"has dtype {key_mask.dtype}" if isinstance(key_mask, Tensor) else f"is a {type(key_mask).__name__}"
         raise InvalidArgument(f"key_mask {kind}; it must be a bool torch.Tensor [B, Tk], True = visible, or None")

@@ -134,7 +134,7 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
 
 
 def _run(call: _Call, args: AttentionArgs, problem: Problem) -> Tensor:
-    empty = 0 in (*call.query.shape[:3], call.key.shape[-2])
+    empty = 0 in (*call.query.shape[:-1], call.key.shape[-2])
     on_gpu = problem.device_type == "cuda"
     if on_gpu and _trains_nothing_but(call.added, call[:3]):
         call = call._replace(query=Tracked.apply(call.query, call.added))

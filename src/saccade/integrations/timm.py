@@ -11,7 +11,7 @@ from torch import nn
 from saccade.engine.arguments import check_flag, shown
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.integrations import timm_layers
-from saccade.integrations.timm_layers import BY_HAND, has_softmax, patched_class
+from saccade.integrations.timm_layers import BY_HAND, has_softmax, patched_class, read_globals
 
 
 class Patch:
@@ -110,7 +110,8 @@ def patch(model: nn.Module, *, skip_unknown: bool = False) -> Patch:
 
     Outputs and gradients are those of the model up to rounding. Dropout of attention weights has the same distribution, but other
     draws. Weights and their names, checkpointing, deep copies and `torch.compile` stay as they are; to pickle a whole model, restore it
-    first. A call that `attention` refuses and torch takes runs torch's function, as under `replace_sdpa`.
+    first. A call that `attention` refuses and torch takes runs torch's function, as under `replace_sdpa`. Layers see the globals of their
+    module as they were when a model with such layers was last patched.
 
     Args:
         model: a model of timm, or any module around some of its layers. Layers of other libraries are patched too if a method of
@@ -142,6 +143,7 @@ def _survey(model: nn.Module) -> tuple[list[tuple[nn.Module, type]], dict[str, s
         fits = known is None or all(hasattr(module, need) for need in known.needs)
         after = patched_class(kind) if fits and not kind.__module__.startswith("torch.") else None
         if after is not None:
+            read_globals(after)
             found.append((module, after))
         elif _forms_a_softmax(module):
             left[name or "the model"] = kind.__name__

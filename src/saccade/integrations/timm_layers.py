@@ -165,6 +165,17 @@ def calling_ours(function: types.FunctionType) -> types.FunctionType | None:
     It reaches one module of one model, where `saccade.replace_sdpa` reaches the process; and it holds where a checkpointed layer runs
     again in backward.
     """
+    around = _around(function)
+    if around is None:
+        return None
+    replaced = types.FunctionType(function.__code__, around, function.__name__, function.__defaults__, function.__closure__)
+    replaced.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(replaced, function)
+    return replaced
+
+
+def _around(function: types.FunctionType) -> dict[str, Any] | None:
+    """The globals of a function, with names of torch that lead to our attention; None if it does not call torch's function."""
     if _NAME not in function.__code__.co_names:
         return None
     copies = _torch_with_ours()
@@ -178,10 +189,15 @@ def calling_ours(function: types.FunctionType) -> types.FunctionType | None:
     if "__name__" not in function.__code__.co_names:
         # torch.compile looks globals up in the module of this name, where it would find torch's own function again
         del around["__name__"]
-    replaced = types.FunctionType(function.__code__, around, function.__name__, function.__defaults__, function.__closure__)
-    replaced.__kwdefaults__ = function.__kwdefaults__
-    functools.update_wrapper(replaced, function)
-    return replaced
+    return around
+
+
+def read_globals(patched: type) -> None:
+    """Let the methods of a class of `patched_class`, which is made once, see the globals of their module as they are now."""
+    for kind in patched.__mro__:
+        for method in vars(kind).values() if kind.__module__ == __name__ else ():
+            if original := getattr(method, "__wrapped__", None):
+                method.__globals__.update(_around(original) or {})
 
 
 def has_softmax(function: Any) -> bool:

@@ -18,6 +18,7 @@ from saccade.errors import InvalidArgument
 from saccade.exact.varlen import replay
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs, VarlenCall, VarlenPackedCall
 from saccade.exact.varlen.backends import BACKENDS
+from saccade.exact.varlen.behind import Behind
 from saccade.exact.varlen.op import OPS
 from saccade.exact.varlen.problem import check_packed_varlen, checked_offsets, describe_varlen, on_the_host
 
@@ -121,8 +122,8 @@ def attention_varlen(
         key: `[Tk, Hkv, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
         value: `[Tk, Hkv, D]`.
         cu_seqlens_q: int32 `[B + 1]` on the device of query: 0, then the end of each sequence of query. int64 is converted at each call. The
-            values stay on the device, and no call waits for it. Tokens behind the last sequence belong to none, and get out 0 and zero
-            gradients.
+            values stay on the device, and no call waits for it. Tokens behind the last sequence belong to none, and get out 0, lse -inf
+            and zero gradients.
         cu_seqlens_k: the same for key and value. For self-attention pass the tensor of query again.
         max_seqlen_q: an int, at least the longest sequence of query; nearer is faster.
         max_seqlen_k: the same for key and value.
@@ -278,14 +279,20 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
     offsets_k = checked_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], problem.max_k)
     same = cu_seqlens_k is cu_seqlens_q
     numbers = (problem.max_q, problem.max_k, problem.dropout_p, problem.causal, problem.scale, *ends_of(problem.window))
-    rest = (attn_bias, draw_seed(problem, chosen), *numbers)
+    bias = None if attn_bias is None else attn_bias.resolve_neg()  # as in `split_mask`
+    rest = (bias, draw_seed(problem, chosen), *numbers)
     # one tensor stays one, converted or not: its lists are made once
     args = VarlenArgs(query, key, value, offsets_q, offsets_q if same else offsets_k, *rest)
     recorder = None if known is None else replay.begin(prepared, known, args)
     out, lse = OPS.run(prepared, args, qkv, recorder)
     if known is not None and recorder is not None:
         replay.record(prepared, known, args, out, lse, qkv, recorder)
-    return (out, lse) if problem.return_lse and lse is not None else out
+    if not problem.return_lse or lse is None:
+        return out
+    if chosen.attend is None:
+        # behind the last sequence kernels write zeros into out, and leave lse as memory was
+        lse = lse.masked_fill(~Behind(args.cu_seqlens_q, False).real(query)[:, 0], float("-inf"))
+    return out, lse
 
 
 def _prepare(call: tuple, packed: bool) -> Prepared:
