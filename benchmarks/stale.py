@@ -153,7 +153,13 @@ def _judged(path: Path) -> tuple[list[dict[str, str]], dict[Kind, set[str]], str
     missing = [x for x in commits if not _tree(x)]
     if missing:
         return rows, {}, f"this checkout has no commit {missing[0]}"
-    now = {name: blob for name, blob in _tree("HEAD").items() if is_measured(name, patterns_of(path.stem), blob)}
+    own = path.parent.name == "cpu"
+    now = {
+        name: blob
+        for name, blob in _tree("HEAD").items()
+        if (own or "/cpu/" not in name)
+        and is_measured(name, patterns_of(path.stem), blob)  # no GPU runs what lies in a folder `cpu`
+    }
     kinds = {_kind(path, row) for row in rows}
     changed = {}
     for commit, by_launches, about in kinds:

@@ -269,6 +269,16 @@ def test_kernels_whose_file_has_the_name_of_one_of_strings_count(repository, tmp
     assert table(tmp_path, old, name).stale == 1
 
 
+@pytest.mark.parametrize(("folder", "name", "older"), [("h200", "dynamic_mask_length", 0), ("cpu", "dynamic_mask_cpu", 1)])
+def test_what_a_cpu_alone_runs_counts_for_tables_of_a_cpu(repository, tmp_path, folder, name, older):
+    old = repository("src/saccade/dynamic_mask/gather/cpu/launchers.py", "def rows(x):\n    return x\n")
+    repository("src/saccade/dynamic_mask/gather/cpu/launchers.py", "def rows(x):\n    return 2 * x\n")
+    path = tmp_path / folder / f"{name}.csv"
+    path.parent.mkdir()
+    path.write_text(f"table,note,commit\n{name},,{old}\n")
+    assert stale.verdict(path).stale == older
+
+
 def test_tables_of_launches_are_tables_of_exact_attention():
     """Others have problems that `tools.launches` does not read; a table of whole calls has none of its rows there."""
     assert {pattern for name in stale.BY_LAUNCHES for pattern in stale.patterns_of(name)} <= {
