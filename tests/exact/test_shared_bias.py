@@ -362,6 +362,12 @@ def test_bad_masks_of_keys(mask, options, said):
         saccade.attention(*leaves[:3], key_mask=mask, **options)
 
 
+def test_a_mask_of_keys_of_tensors_without_a_batch():
+    rows = torch.randn(2, 70, 16, device=DEVICE)
+    with pytest.raises(saccade.InvalidArgument, match=r"key_mask needs query and key of rank 4 or more, got \[2, 70, 16\]"):
+        saccade.attention(rows, rows, rows, key_mask=torch.ones(70, dtype=torch.bool, device=DEVICE))
+
+
 def test_explain_names_a_mask_of_keys():
     leaves, seen = masked()
     assert "bias[1x2x70x70]+grad key_mask" in saccade.explain(*leaves, key_mask=seen)

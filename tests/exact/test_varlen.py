@@ -485,6 +485,8 @@ def test_nested_tensors_that_are_refused():
         saccade.attention(tokens_first, tokens_first, tokens_first)
     with pytest.raises(saccade.InvalidArgument, match="attn_mask is given with nested tensors"):
         saccade.attention(query, query, query, torch.ones(5, 5, dtype=torch.bool, device=DEVICE))
+    with pytest.raises(saccade.InvalidArgument, match="key_mask is given with nested tensors, which have lengths of their own"):
+        saccade.attention(query, query, query, key_mask=torch.ones(2, 5, dtype=torch.bool, device=DEVICE))
     with pytest.raises(saccade.InvalidArgument, match="return_lse is True with nested tensors"):
         saccade.attention(query, query, query, return_lse=True)
     with pytest.raises(saccade.InvalidArgument, match="of different lengths"):

@@ -174,7 +174,7 @@ def attention(
         # as plain numbers, by which a call is remembered; C++ remembers none with a window
         window = check_window(window)
         call = (*call[:_WINDOW], window, *call[_WINDOW + 1 :])
-    if key_mask is not None:
+    if key_mask is not None and not (isinstance(query, Tensor) and query.is_nested):
         attn_mask, key_mask = with_key_mask(query, key, value, attn_mask, key_mask, is_causal, enable_gqa, window)
         if key_mask is None:
             return attention(**AttentionCall(*call)._replace(attn_mask=attn_mask, key_mask=None)._asdict())

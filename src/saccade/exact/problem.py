@@ -88,10 +88,11 @@ def with_key_mask(
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
         kind = f"has dtype {key_mask.dtype}" if isinstance(key_mask, Tensor) else f"is a {type(key_mask).__name__}"
         raise InvalidArgument(f"key_mask {kind}; it must be a bool torch.Tensor [B, Tk], True = visible, or None")
-    wanted = [*query.shape[:-3], key.shape[-2]] if query.dim() > 3 and key.dim() > 3 else None
+    if query.dim() < 4 or key.dim() < 4:
+        raise InvalidArgument(f"key_mask needs query and key of rank 4 or more, got {list(query.shape)} and {list(key.shape)}")
+    wanted = [*query.shape[:-3], key.shape[-2]]
     if list(key_mask.shape) != wanted:
-        said = "query of rank 4 or more" if wanted is None else str(wanted)
-        raise InvalidArgument(f"key_mask has shape {list(key_mask.shape)}; it must be {said} for query {list(query.shape)}")
+        raise InvalidArgument(f"key_mask has shape {list(key_mask.shape)}; it must be {wanted} for query {list(query.shape)}")
     if key_mask.device != query.device:
         raise InvalidArgument(f"key_mask is on {key_mask.device}, query on {query.device}; they must be the same")
     if check_flag("is_causal", is_causal) or is_causal_bias(attn_mask):
