@@ -81,7 +81,7 @@ def split_mask(problem: Problem, attn_mask: Tensor | None) -> tuple[Tensor | Non
     if attn_mask is None:
         return None, None
     if problem.mask != "bool":
-        return None, attn_mask.resolve_neg()  # the imaginary part of a conjugate has the other sign in memory
+        return None, attn_mask
     expanded = attn_mask.dim() > 1 and attn_mask.shape[-2] != 1 == (problem.mask_shape or (0, 0))[-2]
     return (attn_mask.narrow(-2, 0, 1) if expanded else attn_mask), None
 

@@ -279,8 +279,7 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
     offsets_k = checked_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], problem.max_k)
     same = cu_seqlens_k is cu_seqlens_q
     numbers = (problem.max_q, problem.max_k, problem.dropout_p, problem.causal, problem.scale, *ends_of(problem.window))
-    bias = None if attn_bias is None else attn_bias.resolve_neg()  # as in `split_mask`
-    rest = (bias, draw_seed(problem, chosen), *numbers)
+    rest = (attn_bias, draw_seed(problem, chosen), *numbers)
     # one tensor stays one, converted or not: its lists are made once
     args = VarlenArgs(query, key, value, offsets_q, offsets_q if same else offsets_k, *rest)
     recorder = None if known is None else replay.begin(prepared, known, args)
