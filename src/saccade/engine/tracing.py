@@ -38,7 +38,7 @@ def eager(*tensors: Any) -> bool:
         and torch._C._len_torch_function_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
-        and not any([t is not None and t.is_neg() for t in tensors])
+        and not any(t is not None and t.is_neg() for t in tensors)
     )
 
 
