@@ -308,6 +308,8 @@ def test_gradients(module, launched):
         assert_close(torch.autograd.grad(out, tensors, dout), expected)
         assert len(calls) == 1
         assert [kernel for kernel, *_ in launched].count(BACKWARD) == times
+    zeros = torch.autograd.grad(memory.run(*tensors).sgn().sum(), tensors)  # a gradient that has no memory
+    assert_close(zeros, [torch.zeros_like(x) for x in tensors])
     # torch negates it when it reads it
     assert_close(torch.autograd.grad(memory.run(*tensors), tensors, torch._neg_view(-dout)), expected)
     # a gradient with another layout is planned again, and a broadcast one is right too

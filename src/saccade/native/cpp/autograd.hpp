@@ -118,7 +118,8 @@ struct Backward : Node {
         std::vector<Tensor> tensors;
         for (const Saved& input : inputs) tensors.push_back(input.as_it_lay());
         tensors.push_back(lse.as_it_lay());
-        dout = dout.resolve_neg();  // the gradient of an imaginary part may have the other sign in memory
+        // the gradient of an imaginary part may have the other sign in memory, and that of `torch.sgn` has none
+        dout = dout._is_zerotensor() ? at::zeros(dout.sizes(), dout.options()) : dout.resolve_neg();
         if (call->transposed) dout = dout.transpose(1, 2);
         if (dout.stride(-1) != 1 && dout.size(-1) != 1) dout = dout.contiguous();
         tensors.push_back(dout);

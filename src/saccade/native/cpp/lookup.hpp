@@ -103,7 +103,7 @@ bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const T
         }
         const Tensor& tensor = THPVariable_Unpack(arguments[i]);
         // a nested tensor of the strided layout has no sizes
-        if (tensor.layout() != at::kStrided || tensor.is_nested() || tensor.is_neg() || tensor.is_conj()) return false;
+        if (tensor.layout() != at::kStrided || tensor.is_nested() || tensor.is_neg() || tensor.is_conj() || tensor._is_zerotensor()) return false;
         if (tensor.is_meta() || (tensor.is_inference() && at::GradMode::is_enabled())) return false;
         describe(key, tensor, ragged);
         needed |= tensor.requires_grad();

@@ -1,4 +1,4 @@
-"""Tensors whose memory has the other sign, as the imaginary part of a conjugate: torch negates them when they are read."""
+"""Tensors whose values are not in their memory: torch negates the imaginary part of a conjugate when it is read, and a gradient of zeros may have no memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CALLS = {
     **{f"bias {x}": biased(x) for x in ("auto", "short", "shared_bias")},
     "packed QKV": lambda q, k, v: saccade.attention_qkvpacked(torch.stack((q, k, v), 2).transpose(1, 3), backend="short"),
     **{f"varlen {x}": packed(x) for x in ("auto", "ragged", "reference")},
-    **{f"dynamic {x}": dynamic(x) for x in ("auto", "gather", "gather_torch", "reference")},
+    **{f"dynamic {x}": dynamic(x) for x in ("auto", "gather", "gather_cpp", "gather_torch", "reference")},
     **{f"sparse {x}": (lambda q, k, v, x=x: saccade.nm_sparse_attention(q, k, v, backend=x)) for x in ("auto", "masked", "reference")},
     **{f"scores {x}": scores(x) for x in ("fused", "reference")},
 }  # fmt: skip
@@ -59,6 +59,16 @@ def test_tensors_that_torch_negates_when_it_reads_them(call, dtype):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_a_gradient_without_memory(call):
+    leaves = [torch.randn(1, 2, T, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
+    out, came = CALLS[call](*leaves), []
+    out.register_hook(lambda gradient: came.append(gradient._is_zerotensor()))
+    for gradient in torch.autograd.grad(out.sgn().sum(), leaves):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+    assert came == [True]
+
+
 @pytest.mark.parametrize("backend", ["auto", "gather_torch"])
 def test_a_cache_of_tensors_that_torch_negates(backend):
     caches = [saccade.DynamicMaskCache(keep=5) for _ in range(2)]
@@ -77,7 +87,9 @@ def test_the_gradient_of_an_imaginary_part():
         out.register_hook(lambda gradient: signs.append(gradient.is_neg()))
         return torch.complex(torch.zeros_like(out), out).conj().abs().square().sum()
 
-    found, expected = (torch.autograd.grad(loss(saccade.attention(q, k, v, backend=x)), (q, k, v)) for x in ("short", "reference"))
+    found, expected = (
+        torch.autograd.grad(loss(saccade.attention(q, k, v, backend=x)), (q, k, v)) for x in ("short", "reference")
+    )
     assert any(signs)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y)
