@@ -153,13 +153,9 @@ def _judged(path: Path) -> tuple[list[dict[str, str]], dict[Kind, set[str]], str
     missing = [x for x in commits if not _tree(x)]
     if missing:
         return rows, {}, f"this checkout has no commit {missing[0]}"
-    own = path.parent.name == "cpu"
-    now = {
-        name: blob
-        for name, blob in _tree("HEAD").items()
-        if (own or "/cpu/" not in name)
-        and is_measured(name, patterns_of(path.stem), blob)  # no GPU runs what lies in a folder `cpu`
-    }
+    # no GPU runs what lies in a folder `cpu`
+    run = {name: blob for name, blob in _tree("HEAD").items() if path.parent.name == "cpu" or "/cpu/" not in name}
+    now = {name: blob for name, blob in run.items() if is_measured(name, patterns_of(path.stem), blob)}
     kinds = {_kind(path, row) for row in rows}
     changed = {}
     for commit, by_launches, about in kinds:
