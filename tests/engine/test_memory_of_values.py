@@ -10,6 +10,7 @@ from saccade.engine.tracing import eager
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 T = 20
+DYNAMIC = ("auto", "gather", "gather_torch", "reference", *(("gather_cpp",) if DEVICE == "cpu" else ()))
 
 
 def dynamic(backend):
@@ -37,7 +38,7 @@ CALLS = {
     **{f"bias {x}": biased(x) for x in ("auto", "short", "shared_bias")},
     "packed QKV": lambda q, k, v: saccade.attention_qkvpacked(torch.stack((q, k, v), 2).transpose(1, 3), backend="short"),
     **{f"varlen {x}": packed(x) for x in ("auto", "ragged", "reference")},
-    **{f"dynamic {x}": dynamic(x) for x in ("auto", "gather", "gather_cpp", "gather_torch", "reference")},
+    **{f"dynamic {x}": dynamic(x) for x in DYNAMIC},
     **{f"sparse {x}": (lambda q, k, v, x=x: saccade.nm_sparse_attention(q, k, v, backend=x)) for x in ("auto", "masked", "reference")},
     **{f"scores {x}": scores(x) for x in ("fused", "reference")},
 }  # fmt: skip
