@@ -109,6 +109,16 @@ class DynamicMaskContract:
         assert not any(x.isnan().any() for x in found.values())
 
     @BOTH
+    @pytest.mark.parametrize("incoming", [math.nan, math.inf])
+    def test_what_comes_back_to_the_lse_of_a_query_that_keeps_no_key(self, case, incoming):
+        """It reaches no gradient: by a backward that is planned with forward, and by one that is not."""
+        lengths = torch.tensor([0, 21, 0], device=DEVICE)
+        inputs = replace(make_dynamic_mask(case, torch.float32, DEVICE), lengths=lengths)
+        expected = self.outputs(case, inputs)
+        dlse = inputs.dlse.masked_fill(lengths[:, None, None] == 0, incoming)
+        self.same(expected, self.outputs(case, replace(inputs, dlse=dlse)))
+
+    @BOTH
     def test_keys_that_nobody_keeps_get_exactly_no_gradient(self, case):
         inputs = make_dynamic_mask(replace(case, keep=2), torch.float32, DEVICE)
         nobody = ~kept(inputs.key_scores, 2, case.q_len).any(2)

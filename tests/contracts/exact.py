@@ -132,6 +132,19 @@ class AttentionContract:
             expected = torch.full_like(x, -math.inf if name == "lse" else 0.0)
             assert torch.equal(x, expected), f"{name} is {x}"
 
+    @BOTH
+    @pytest.mark.parametrize("incoming", [math.nan, math.inf, -math.inf])
+    def test_what_comes_back_to_the_lse_of_a_query_that_sees_no_key(self, case, incoming):
+        """As from `lse.square()` or a logaddexp of two such lse: it reaches no gradient."""
+        if not self.has_lse:
+            pytest.skip("gives no lse")
+        seen = torch.arange(case.q_len, device=DEVICE) % 3 > 0
+        inputs = make(case, torch.float32, DEVICE)
+        inputs = replace(inputs, mask=seen[:, None].expand(1, 1, -1, 21), dlse=inputs.dlse.where(seen, 0.0))
+        found = self.outputs(case, replace(inputs, dlse=inputs.dlse.where(seen, incoming)))
+        self.same(self.outputs(case, inputs), found)
+        assert not any(x.isnan().any() for x in found.values())
+
     # --- NaN
 
     @BOTH

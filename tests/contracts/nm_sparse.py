@@ -3,6 +3,7 @@ names the backend."""
 
 from __future__ import annotations
 
+import math
 import mmap
 from dataclasses import replace
 
@@ -157,6 +158,19 @@ class NMSparseContract:
         assert (found["lse"][blind] == -torch.inf).all()
         assert (found["dq"][blind] == 0).all()
         assert not any(x.isnan().any() for x in found.values())
+
+    @pytest.mark.parametrize("incoming", [math.nan, math.inf])
+    def test_what_comes_back_to_the_lse_of_a_row_without_a_visible_key(self, incoming):
+        case = replace(next(c for c in NM_SPARSE if c.name == "mask-full"), lse_grad=True)
+        inputs = self.taken(case, make_nm_sparse(case, self.dtype, DEVICE))
+        blind = ~inputs.mask.any(-1).expand(inputs.dlse.shape)
+        assert blind.any()
+        expected, found = (
+            differentiate(public_call(case, self.backend, True), replace(inputs, dlse=inputs.dlse.masked_fill(blind, x)), 0, True)
+            for x in (0.0, incoming)
+        )
+        for name, x in found.items():
+            torch.testing.assert_close(x, expected[name], rtol=0, atol=0, msg=name)
 
     def test_nan_in_a_visible_key_propagates(self):
         inputs = make_nm_sparse(PLAIN, self.dtype, DEVICE)

@@ -80,6 +80,24 @@ class VarlenContract:
             assert gradient.isfinite().all()
             assert (gradient[12:] == 0).all()
 
+    @pytest.mark.parametrize("incoming", [float("nan"), float("inf")])
+    def test_what_comes_back_to_the_lse_of_a_query_that_sees_no_key(self, incoming):
+        """The second of three sequences has queries and no keys."""
+        if not self.has_lse:
+            pytest.skip("has no log-sum-exp")
+        ends, ends_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 5, 9, 16], [0, 3, 3, 10]))
+        leaves = [torch.randn(n, 2, 16, device=DEVICE).to(self.dtypes[0]).requires_grad_() for n in (16, 10, 10)]
+        out, lse = saccade.attention_varlen(*leaves, ends, ends_k, 7, 7, return_lse=True, backend=self.backend)
+        blind = lse.detach() == float("-inf")
+        assert torch.equal(blind, torch.zeros_like(blind).index_fill(1, torch.arange(5, 9, device=DEVICE), True))
+        given = torch.randn_like(lse)
+        expected, found = (
+            torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), given.masked_fill(blind, x)), retain_graph=True)
+            for x in (0.0, incoming)
+        )
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y)
+
     def test_strided_inputs(self):
         dtype = self.dtypes[0]
         ends = torch.tensor([0, 9, 9, 30], dtype=torch.int32, device=DEVICE)

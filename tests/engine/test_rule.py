@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from saccade.engine.dispatch import explain, verdicts
 from saccade.engine.rule import Line, Row, Rule, Source, square
@@ -73,6 +74,26 @@ def problems():
         for changes, counts, kv_heads in itertools.product(FEATURES.values(), (False, True), (12, 2)):
             counted = {"host_counts": counts, "python_counts": counts, "kv_heads": kv_heads}
             yield replace(made, device_type="cuda", arch=90, **counted, **changes)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 12, 20, 32), (64, 12, 50, 64), (1, 12, 300, 64), (8192, 12, 20, 32), (64, 12, 100, 64)], ids=str
+)
+def test_rules_of_sizes_that_are_symbols(sizes):
+    """As in `make_fx` on a GPU: a rule compares them, and prints them by their names."""
+
+    def traced(key):
+        query = key[:, :, 1:]
+        made = describe_attention(query, key, key, None, 0.0, False, None, False, None, False, False, False)
+        assert isinstance(made.q_len, torch.SymInt)
+        for changes, counts, grad in itertools.product(FEATURES.values(), (False, True), (False, True)):
+            problem = replace(
+                made, device_type="cuda", arch=90, host_counts=counts, python_counts=counts, needs_grad=grad, **changes
+            )
+            assert [str(b.rule(problem)) for b in BACKENDS if not b.why_not(problem)]
+        return query
+
+    make_fx(traced, tracing_mode="symbolic")(torch.empty(sizes, dtype=torch.bfloat16))
 
 
 def packed_problems():

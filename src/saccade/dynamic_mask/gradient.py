@@ -11,7 +11,7 @@ from saccade.dynamic_mask import op
 from saccade.dynamic_mask.args import DynamicMaskArgs
 from saccade.engine.calls import uncast
 from saccade.engine.first_order import first_order
-from saccade.engine.gradient import function
+from saccade.engine.gradient import function, of_seen
 from saccade.engine.ranges import shown_as_ours
 from saccade.engine.saved import save, saved
 from saccade.engine.tracing import eager
@@ -65,7 +65,7 @@ class CausalDynamicMask(torch.autograd.Function):
     @first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None, _: None):
         query, key, value, key_scores, intervals, out, lse = saved(ctx)
-        found = None
+        dlse, found = of_seen(dlse, lse), None
         if dout is not None and eager(dout, dlse):
             try:
                 found = ctx.call.backward(dout, dlse, out, lse, query, key, value, key_scores, intervals)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from saccade.dynamic_mask.problem import DynamicMaskProblem
 from saccade.engine.backend import Backend
+from saccade.engine.layout import repeat_heads
 from saccade.engine.namespace import NAMESPACE, fragment, packet
 from saccade.engine.softmax import softmax
 
@@ -93,10 +94,10 @@ def attend(
     # other keys, such as padding, may hold NaN, and a weight of 0 times NaN is NaN
     kept_by_any = mask.any(dim=2)[..., None]
     k, v = (x.where(kept_by_any, 0.0) for x in (k, v))
-    k, v, mask = (x.repeat_interleave(group, dim=1) for x in (k, v, mask))
+    k, v, mask = (repeat_heads(x, group) for x in (k, v, mask))
     scores = scale * (q @ k.transpose(-1, -2))
     if add_scores:
-        scores = scores + key_scores.to(working).repeat_interleave(group, dim=1)[:, :, None, :]
+        scores = scores + repeat_heads(key_scores.to(working), group)[:, :, None, :]
     scores = scores.masked_fill(~mask, float("-inf"))
     weights, lse = softmax(scores)
     return (weights @ v).to(query.dtype), lse

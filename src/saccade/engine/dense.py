@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.engine.layout import repeat_heads
 from saccade.engine.softmax import softmax
 
 
@@ -50,7 +51,7 @@ def attend(
     accumulate = torch.promote_types(query.dtype, torch.float32)
     query, key, value = (x.to(accumulate) for x in (query, key, value))
     group = query.shape[1] // key.shape[1] if key.shape[1] else 1
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    key, value = (repeat_heads(x, group) for x in (key, value))
 
     seen = visible(query.shape[2], key.shape[2], mask, lengths, is_causal, query.device)
     seen_by_any = seen.any(dim=-2).unsqueeze(-1)  # [.., Tk, 1]

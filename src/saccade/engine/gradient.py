@@ -26,7 +26,7 @@ def function(
     """An autograd.Function of the fields of a record, then of as many options; its results are out and lse.
 
     Args:
-        forward: `(args, options) -> ((out, lse), saved)`; what is saved begins with the output, or None.
+        forward: `(args, options) -> ((out, lse), saved)`; what is saved begins with the output, or None, and the lse.
         backward: `(args, rows, dout, dlse, saved, wanted, options) -> (the gradients of rows, that of the extra field)`. wanted: whether the last one
             is asked for. rows: query, key and value, or the packed tensor.
         unpack: of the first argument, if it is one packed tensor: query, key and value.
@@ -53,11 +53,18 @@ def function(
         if dout is None:
             dout = _zeros(args, found[tensors])
         wanted = found[extra] is not None and ctx.needs_input_grad[extra]
+        dlse = of_seen(dlse, found[tensors + 1])
         gradients, last = backward(args, found[:rows], dout, dlse, found[tensors:], wanted, chosen)
         return (*gradients, *between, last if wanted else None, *behind)
 
     methods = {"forward": staticmethod(run_forward), "backward": staticmethod(first_order(run_backward))}
     return shown_as_ours(types.new_class(name, (torch.autograd.Function,), exec_body=lambda body: body.update(methods)))
+
+
+def of_seen(dlse: Tensor | None, lse: Tensor) -> Tensor | None:
+    """The gradient of the lse of queries that see a key, 0 for the others. A loss of the lse, -inf for these, may send infinity or NaN back, and
+    kernels would multiply that by weights of 0."""
+    return None if dlse is None else dlse.masked_fill(lse == float("-inf"), 0.0)
 
 
 def _arguments(fields: Fields, rows: int, unpack: Callable[[Tensor], tuple[Tensor, ...]] | None) -> Callable[[tuple], Any]:

@@ -57,6 +57,13 @@ def _known(condition: bool | torch.SymBool) -> bool:
     return guard_or_false(condition)
 
 
+def repeat_heads(tensor: Tensor, group: int, dim: int = 1) -> Tensor:
+    """Key heads as often as query heads share them, each beside its copies. `repeat_interleave` does the same, but `torch.jit.trace` makes an index on
+    the CPU of it, which CUDA refuses."""
+    sizes = tensor.shape[: dim + 1], tensor.shape[dim + 1 :]
+    return tensor.unsqueeze(dim + 1).expand(*sizes[0], group, *sizes[1]).flatten(dim, dim + 1)
+
+
 def unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """query, key, value as `[B, H, S, D]` views of a packed `[B, S, 3, H, D]`."""
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)

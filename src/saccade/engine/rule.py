@@ -7,6 +7,11 @@ from typing import NamedTuple
 RESULTS = "benchmarks/results"
 
 
+def thousands(number: int) -> str:
+    """A number with its thousands apart; the name of a size that a trace holds as a symbol."""
+    return f"{number:,}" if isinstance(number, int) else str(number)
+
+
 class Row(NamedTuple):
     """Some rows of a table: those of `problems` (B * H) with these sizes, and with `features` in their description."""
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from saccade.engine.calls import uncast
 from saccade.engine.first_order import first_order
 from saccade.engine.flops import backward_flops, count_by, pairs_of
+from saccade.engine.layout import repeat_heads
 from saccade.engine.namespace import NAMESPACE, fragment, packet
 from saccade.engine.ranges import shown_as_ours
 from saccade.engine.saved import save, saved
@@ -108,7 +109,7 @@ def _backward(
     # a query that sees nothing has no gradient, even if dlse is NaN there
     dlse = None if dlse is None else dlse.masked_fill(unseen, 0.0).unsqueeze(-1)
     query, dout = (query.to(wide) * scale).contiguous(), dout.contiguous()
-    key, value = (x.to(wide).repeat_interleave(group, dim=1).contiguous() for x in (key, value))
+    key, value = (repeat_heads(x.to(wide), group).contiguous() for x in (key, value))
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     dadded = torch.zeros_like(added, dtype=wide) if added is not None and added_grad else None
     for batch, heads, time in _blocks(query.shape, key.shape[2], is_causal):

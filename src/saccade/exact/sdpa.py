@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend
 from saccade.engine.first_order import applied
+from saccade.engine.layout import repeat_heads
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, taken
 from saccade.engine.torch_sdpa import scaled_as_torch_takes_it, torch_attention
@@ -312,7 +313,7 @@ def _without_repeating(call: _Call, problem: Problem) -> _Call:
         return call._replace(query=folded, grouped=False)
     if on_gpu and added is not None:
         # under any other mask torch's fused CUDA kernels refuse grouped heads, and its math path would form every score
-        key, value = (x.repeat_interleave(group, dim=-3) for x in (call.key, call.value))
+        key, value = (repeat_heads(x, group, x.dim() - 3) for x in (call.key, call.value))
         return call._replace(key=key, value=value, grouped=False)
     return call
 

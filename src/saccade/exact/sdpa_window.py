@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from saccade.engine.problem import Problem
+from saccade.engine.rule import thousands
 from saccade.engine.window import NO_LIMIT, ends_of, shown_window
 from saccade.exact.args import AttentionArgs
 from saccade.exact.bands import MOST, Band, band_of, fold, unfold
@@ -26,7 +27,7 @@ def why_not_with_window(problem: Problem, why_not: Callable[[Problem], list[str]
     numbers = band.mask_numbers * _rows(problem)
     if numbers > MOST:
         return [
-            f"torch's function needs a mask for {shown_window(problem.window)}, here of {numbers:,} numbers; allowed are {MOST:,}"
+            f"torch's function needs a mask for {shown_window(problem.window)}, here of {thousands(numbers)} numbers; allowed are {MOST:,}"
         ]
     return why_not(_in_blocks(problem, band))
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from saccade.engine import dense
 from saccade.engine.backend import Backend
+from saccade.engine.layout import repeat_heads
 from saccade.engine.philox import dropout_keep
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.problem import BLOCK, NMSparseProblem
@@ -27,7 +28,7 @@ def visible_scores(
     """`scale * Q K^T + bias`, `[B, H, Tq, Tk]` in at least float32, -inf where the key is invisible."""
     accumulate = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1] if key.shape[1] else 1
-    keys = key.to(accumulate).repeat_interleave(group, dim=1)
+    keys = repeat_heads(key.to(accumulate), group)
     scores = scale * (query.to(accumulate) @ keys.transpose(-1, -2))
     if bias is not None:
         scores = scores + bias.to(accumulate)

@@ -17,6 +17,7 @@ from torch import Tensor
 from saccade.engine.arguments import check_choice, check_count, check_flag, real_number, shown
 from saccade.engine.calls import autocast, gradient_needed, uncast
 from saccade.engine.kinds import check_kinds
+from saccade.engine.layout import repeat_heads
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.hardware import arch_of
 from saccade.nm_sparse import compressed, reference
@@ -166,7 +167,7 @@ class NMWeights:
 
     def _plain_matmul(self, value: Tensor) -> Tensor:
         groups = self.shape[1] // value.shape[1] if value.shape[1] else 1
-        value = value.repeat_interleave(groups, dim=1)
+        value = repeat_heads(value, groups)
         return (self.to_dense(0.0).float() @ value.float()).to(value.dtype)
 
     def _check_value(self, value: Tensor, enable_gqa: bool) -> None:

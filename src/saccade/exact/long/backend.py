@@ -10,7 +10,7 @@ import torch
 from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
-from saccade.engine.rule import Rule, Source, square, table, taken
+from saccade.engine.rule import Rule, Source, square, table, taken, thousands
 from saccade.exact import measured
 from saccade.exact.long import config
 from saccade.exact.problem import SHORT_TOKENS
@@ -49,7 +49,9 @@ def _why_not(problem: Problem) -> list[str]:
         reasons += _why_no_bias(problem)
     sharing = problem.q_len * (problem.heads // max(1, problem.kv_heads))
     if problem.heads != problem.kv_heads and sharing > config.MAX_SHARING and problem.window is None:
-        reasons.append(f"needs at most {config.MAX_SHARING:,} queries that share a key head (Tq * H / Hkv), got {sharing:,}")
+        reasons.append(
+            f"needs at most {config.MAX_SHARING:,} queries that share a key head (Tq * H / Hkv), got {thousands(sharing)}"
+        )
     if problem.head_dim % 8 or not 8 <= problem.head_dim <= config.MAX_HEAD_DIM:
         reasons.append(f"needs a head dim that is a multiple of 8, from 8 to {config.MAX_HEAD_DIM}, got {problem.head_dim}")
     if problem.value_dim != problem.head_dim:
@@ -121,7 +123,9 @@ def _rule_of_biases(problem: Problem) -> Rule:
         return Rule(f"up to {longest} tokens a bias was timed from {fewest} problems (B * H) on, got {problems}", _NOTES)
     pairs = problems * problem.q_len * problem.kv_len
     if problem.host_counts and pairs < (FEWEST_PAIRS_GRAD if problem.needs_grad else FEWEST_PAIRS):
-        return Rule(f"the time of an eager call of {pairs:,} pairs is host time, of which torch's function needs less", _NOTES)
+        return Rule(
+            f"the time of an eager call of {thousands(pairs)} pairs is host time, of which torch's function needs less", _NOTES
+        )
     return taken(_NOTES, "a bias that rows share, whose tiles two of them read at once")
 
 
@@ -211,7 +215,7 @@ def _slower_than_short(problem: Problem, longest: int) -> Rule | None:
     # forward at D <= 32 is faster for any number: 1.44x to 1.83x torch at 12,288 problems for 1.24x to 1.47x
     if problems * SHORT_TOKENS * dim >= FILLING and not problem.lengths and (problem.needs_grad or dim > 32):
         filling = FILLING // (SHORT_TOKENS * dim)
-        said = f"up to {SHORT_TOKENS} tokens the kernels of `short` are faster from {filling:,} problems (B * H) on, got {problems:,}"
+        said = f"up to {SHORT_TOKENS} tokens the kernels of `short` are faster from {filling:,} problems (B * H) on, got {thousands(problems)}"
         return Rule(said, _NOTES)
     if problem.needs_grad or problem.lengths or dim == 32:
         return None

@@ -9,7 +9,7 @@ import torch
 from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
-from saccade.engine.rule import Rule, table, taken
+from saccade.engine.rule import Rule, table, taken, thousands
 from saccade.engine.window import why_no_window
 from saccade.exact.shared_bias.config import MAX_HEAD_DIM, config_of
 from saccade.launch.requirements import triton_reasons
@@ -62,7 +62,7 @@ def _rule(problem: Problem) -> Rule:
         return Rule("float32 is computed exactly, without matrix units; not measured")
     pairs = problem.batch * problem.heads * problem.q_len * problem.kv_len
     if problem.python_counts and pairs < (FEWEST_PAIRS_GRAD if problem.needs_grad else FEWEST_PAIRS):
-        return Rule(f"the time of an eager call of {pairs:,} pairs is host time, of which torch's function needs less")
+        return Rule(f"the time of an eager call of {thousands(pairs)} pairs is host time, of which torch's function needs less")
     return taken(table("shared_bias", card="h200"), "a bias beyond 128 tokens, which torch's function reads again for each row")
 
 

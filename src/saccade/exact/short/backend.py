@@ -9,7 +9,7 @@ import torch
 from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.problem import Problem
-from saccade.engine.rule import Row, Rule, square, table, taken
+from saccade.engine.rule import Row, Rule, square, table, taken, thousands
 from saccade.engine.window import why_no_window
 from saccade.exact import measured
 from saccade.exact.problem import SHORT_TOKENS
@@ -85,7 +85,7 @@ def _too_small(problem: Problem) -> Rule | None:
         return None
     direction = "a call with backward" if problem.needs_grad else "a forward call"
     return Rule(
-        f"the time of {direction} of {problems:,} problems is host time, of which torch's function needs less below {fewest:,} (B * H); "
+        f"the time of {direction} of {thousands(problems)} problems is host time, of which torch's function needs less below {fewest:,} (B * H); "
         "under CUDA graphs and torch.compile these kernels are chosen",
         table("short_overhead", square(32, 64, 8), card="h200"),
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saccade.engine.backend import Backend
 from saccade.engine.calls import has_values
+from saccade.engine.rule import thousands
 from saccade.engine.torch_sdpa import scaled_as_torch_takes_it, torch_attention
 from saccade.engine.tracing import eager
 from saccade.engine.window import Window, ends_of, shown_window
@@ -97,7 +98,7 @@ def _why_no_mask(problem: VarlenProblem, window: Window) -> list[str]:
     if numbers <= MOST:
         return []
     return [
-        f"torch's function needs a mask for {shown_window(window)}, here of {numbers:,} numbers for the longest sequence; allowed are {MOST:,}"
+        f"torch's function needs a mask for {shown_window(window)}, here of {thousands(numbers)} numbers for the longest sequence; allowed are {MOST:,}"
     ]
 
 
