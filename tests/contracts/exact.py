@@ -115,6 +115,19 @@ class AttentionContract:
         error = (results["dbias"] - expected["dbias"]).norm() / expected["dbias"].norm()
         assert error < 0.005, error
 
+    @BOTH
+    @pytest.mark.parametrize("axis", [0, 1], ids=["rows", "heads"])
+    def test_a_bias_that_was_expanded_has_a_gradient_of_each(self, case, axis):
+        """Its memory does not tell it from one that broadcasts, whose gradient is a sum."""
+        shape = [3, 2, case.q_len, 21]
+        shape[axis] = 1
+        inputs = make(replace(case, bias=tuple(shape)), torch.float16, DEVICE)
+        case, inputs = replace(case, bias=(3, 2, *shape[2:])), replace(inputs, bias=inputs.bias.expand(3, 2, -1, -1))
+        results = self.outputs(case, inputs)
+        expected = differentiate(public_call(case, "reference", self.has_lse), inputs.to(torch.float64), 0, self.has_lse)
+        error = (results["dbias"] - expected["dbias"]).norm() / expected["dbias"].norm()
+        assert error < 0.005, error
+
     # --- queries that see nothing
 
     @BOTH

@@ -469,3 +469,10 @@ def test_a_bias_of_another_layout_has_its_gradient_where_it_lies(order):
         for name in ("ragged", "reference")
     )
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_an_expanded_bias_of_no_query_has_a_gradient():
+    query, key, value = (torch.randn(2, 3, n, 16, device=DEVICE) for n in (0, 3, 3))
+    bias = torch.randn(1, 0, 1, device=DEVICE).expand(3, 0, 1).requires_grad_()
+    out = saccade.attention(query, key, value, bias, backend="ragged")
+    assert torch.autograd.grad(out.sum(), bias)[0].shape == (3, 0, 1)

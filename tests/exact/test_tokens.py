@@ -82,6 +82,22 @@ def test_nan_of_one_sequence_reaches_no_other_and_none_leaks_from_the_tail():
     assert (found[1][:, 51:] == float("-inf")).all()
 
 
+@pytest.mark.parametrize("window", [None, (7, 20)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_tail_of_whole_tiles_may_hold_anything(causal, window):
+    """A batch that fills a small part of what a graph was captured for."""
+    (q, k, v), ends, longest = batch((5, 20), tail=300)
+    dirty = [x.detach().clone() for x in (q, k, v)]
+    for x in dirty:
+        x[25:] = float("nan")
+    options = {"is_causal": causal, "window": window}
+    found = results("ragged", [x.requires_grad_() for x in dirty], ends, longest, **options)
+    expected = results("reference", [q, k, v], ends, longest, **options)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    assert not any(x[25:].any() for x in found[2:])
+
+
 def test_packed_gradient():
     (q, k, v), ends, longest = batch((5, 9, 30))
     qkv = torch.stack((q, k, v), 1).detach().requires_grad_()

@@ -46,6 +46,22 @@ class TestRaggedByLists(VarlenContract):
     @pytest.fixture(autouse=True)
     def by_lists(self, monkeypatch):
         monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)
+        monkeypatch.setattr(ragged_call, "ONE_PADDED", 0)
+
+    @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+    @pytest.mark.parametrize("lengths", [(20, 0, 70, 3), (20, 140, 70)], ids=str)
+    def test_a_bias_that_is_longer_than_the_sequences_of_a_launch(self, lengths, dropout_p):
+        """In float32 a tile holds few sequences of D = 64, and each bucket beyond has a launch of the long form."""
+        ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+        tensors = [torch.randn(sum(lengths), 2, 64, device=DEVICE) for _ in range(4)]
+        bias = torch.randn(2, 150, 150, device=DEVICE, requires_grad=True)
+
+        def gradient(backend):
+            torch.manual_seed(3)
+            out = saccade.attention_varlen(*tensors[:3], ends, ends, 150, 150, dropout_p, attn_bias=bias, backend=backend)
+            return torch.autograd.grad(out, bias, tensors[3])[0]
+
+        torch.testing.assert_close(gradient("ragged"), gradient("reference"), rtol=2e-5, atol=2e-5)
 
 
 class TestReference(VarlenContract):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.backend import Backend, Launchers
-from saccade.engine.layout import unpack
+from saccade.engine.layout import shares_memory, unpack
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, taken
 from saccade.engine.window import Window, shown_window
@@ -89,6 +89,9 @@ def _load() -> Launchers:
         into = None if packed is None else unpack(packed)
         if windowed.takes(args):
             return windowed.backward(args, *given, into=into)
+        if bias_grad and args.bias is not None and shares_memory(args.bias):
+            # kernels add up what a stride of 0 says to be one; the caller wants a gradient of each, as much memory as this copy
+            args = args._replace(bias=args.bias.clone(memory_format=torch.contiguous_format))
         *gradients, dbias = launchers.backward(of_dense(args), *given, bias_grad=bias_grad, into=into)
         if dbias is not None and args.bias is not None:
             dbias = dbias.sum_to_size((1,) * (4 - args.bias.dim()) + args.bias.shape).view(args.bias.shape).to(args.bias.dtype)

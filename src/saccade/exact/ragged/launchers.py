@@ -177,7 +177,12 @@ def _backward_long(
     if dbias is not None:
         # a bias of packed sequences has one row, and a gradient for each head
         shared = dbias if call.dense else dbias[None]
-        launches.backward_bias(call, bucket, dout, weights, delta, shared).run(call)
+        # the kernel adds to rows as long as the longest sequence of its launch
+        part = shared[..., : call.args.max_q, : call.args.max_k]
+        found = part if part.shape == shared.shape else torch.zeros_like(part, memory_format=torch.contiguous_format)
+        launches.backward_bias(call, bucket, dout, weights, delta, found).run(call)
+        if found is not part:
+            part += found
 
 
 def _backward_sm90(

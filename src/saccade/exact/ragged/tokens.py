@@ -298,10 +298,11 @@ def backward_tokens_kernel(
             dk = tl.dot(tl.trans(rounded), q, dk, input_precision=PRECISION)
             dq = tl.dot(rounded, k, input_precision=PRECISION)
             where = (rows, first, last, h, owner, total, begin, bounds, bits, words, dropout_p)
-            # tokens before the tile, and behind it: of the first and of the last sequence that reaches beyond it
+            # Tokens before the tile, and behind it: of the first and of the last sequence that reaches beyond it. A tile behind the last sequence has
+            # none, though `low` lies before it.
             dq, dk, dv = _side(
                 (q, do, k, v), (shift, delta, factor, head_dim), (dq, dk, dv), tensors, head_strides, where,
-                ((left, right), start_of_others, begin), (ROWS, STEP, BLOCK_D),
+                ((left, right), start_of_others, tl.minimum(begin, high)), (ROWS, STEP, BLOCK_D),
                 (CAUSAL, HAS_WINDOW, HAS_DROPOUT, HAS_DLSE, True, CAUSAL == FULL, MASK_D), PRECISION,
             )  # fmt: skip
             dq, dk, dv = _side(
