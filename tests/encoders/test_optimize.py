@@ -138,6 +138,32 @@ def test_what_is_not_packed_runs_as_stock(arguments, reason):
     assert reason in handle.explain()
 
 
+def test_a_model_of_eager_attention_gives_its_weights():
+    ours, theirs = made("bert")
+    for x in (ours.eval(), theirs.eval()):
+        x.set_attn_implementation("eager")
+    with saccade.optimize(ours) as handle:
+        ids, mask = padded((6, 4))
+        weights, want = (x(ids, mask, output_attentions=True).attentions for x in (ours, theirs))
+        assert len(want) == 2
+        torch.testing.assert_close(weights, want)
+        compare(ours, theirs, ids, mask)
+        assert handle.served[0].last == "unpadded"
+    assert ours.config._attn_implementation == "eager"
+
+
+def test_padding_between_tokens_is_counted_by_a_sliding_window(by):
+    ours, theirs = made("modernbert")
+    handle = saccade.optimize(ours.eval())
+    for side in ("right", "left"):
+        ids, mask = padded((20, 20, 7), side=side)
+        compare(ours, theirs.eval(), ids, mask)
+        assert handle.served[0].last == "unpadded"
+    ids[1, 4:9] = mask[1, 4:9] = 0
+    torch.testing.assert_close(ours(ids, mask)[0], theirs(ids, mask)[0])
+    assert "a sliding window counts it" in handle.served[0].last
+
+
 def test_what_trainer_gives_to_a_loss_does_not_matter():
     ours, theirs = made("bert")
     handle = saccade.optimize(ours.eval())

@@ -329,6 +329,16 @@ def test_ids_as_tensors_and_arrays(bert):
             same(bert.encode(input_ids=one), expected[0])
 
 
+@pytest.mark.parametrize("method", ["encode", "encode_query"])
+@pytest.mark.parametrize(
+    "given", [((["a"],), {}), ((), {"inputs": ["a"]}), ((), {"sentences": ["a"]})], ids=["first", "inputs", "sentences"]
+)
+def test_texts_beside_ids_are_refused(bert, method, given):
+    args, named = given
+    with saccade.optimize(bert), pytest.raises(InvalidArgument, match="inputs and input_ids are both given"):
+        getattr(bert, method)(*args, input_ids=[[5, 6]], **named)
+
+
 def test_no_bar_is_made_where_none_is_shown(bert, monkeypatch):
     made = []
     monkeypatch.setattr("tqdm.autonotebook.tqdm", lambda *args, **options: made.append(options) or tqdm.tqdm(*args, **options))

@@ -42,6 +42,7 @@ class Encoder:
 
     def __init__(self, model: Any, share: float, fuse: bool = False):
         self.model, self.stock = model, model.forward
+        self.before = getattr(getattr(model, "config", None), "_attn_implementation", None)  # its attention as stock
         self.fusion = Fusion(model) if fuse else None
         if fuse:
             self.attention = attention.OPAQUE
@@ -95,6 +96,19 @@ class Encoder:
         kind = self.state.tensors[0].device.type
         with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
             return example(tokens)
+
+    def as_stock(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward. Only eager attention gives weights, so a model that had it has it for a call that asks for them."""
+        config: Any = getattr(self.model, "config", None)
+        asked = kwargs.get("output_attentions") or getattr(config, "output_attentions", False)
+        if not asked or self.before != "eager" or config._attn_implementation != self.attention or torch.compiler.is_compiling():
+            return self.stock(*args, **kwargs)
+        with self.lock:  # a packed call of another thread reads the config
+            config._attn_implementation = self.before
+            try:
+                return self.stock(*args, **kwargs)
+            finally:
+                config._attn_implementation = self.attention
 
     def say(self, sentence: str) -> None:
         """A warning, once."""
