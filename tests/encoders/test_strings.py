@@ -375,6 +375,7 @@ STOCK = {
     "hook": ({}, lambda m: m.register_forward_hook(lambda *x: None)),
     "hook of the encoder": ({}, lambda m: m[0].model.encoder.register_forward_hook(lambda *x: None)),
     "left": ({}, lambda m: setattr(m.tokenizer, "padding_side", "left")),
+    "no mask": ({}, lambda m: setattr(m.tokenizer, "model_input_names", ["input_ids"])),
     "prompt left out": ({"prompt": "it "}, lambda m: setattr(m[1], "include_prompt", False)),
     "preprocess": ({}, lambda m: setattr(m, "preprocess", m.preprocess)),
 }
@@ -594,6 +595,16 @@ def test_predict(tokenizer_folder, labels, options):
     model = sentence_transformers.CrossEncoder(str(tokenizer_folder), device="cpu")
     for inputs in (PAIRS, [list(x) for x in PAIRS], PAIRS[0], []):
         check(model, inputs, method="predict", **options)
+
+
+def test_padding_on_the_left_that_a_head_reads_is_stock(tokenizer_folder):
+    saved(tokenizer_folder, "XLMRobertaForSequenceClassification", *ROBERTA[1:])
+    model = sentence_transformers.CrossEncoder(str(tokenizer_folder), device="cpu")
+    model.tokenizer.padding_side = "left"
+    stock = model.predict(PAIRS)
+    with saccade.optimize(model) as handle:
+        same(model.predict(PAIRS), stock)
+        assert last(handle) == "stock: padding on the left is read by its head"
 
 
 def test_predict_with_softmax(tokenizer_folder):
