@@ -164,6 +164,14 @@ def test_padding_between_tokens_is_counted_by_a_sliding_window(by):
     assert "a sliding window counts it" in handle.served[0].last
 
 
+def test_a_model_on_the_meta_device_is_stock():
+    model = made("bert")[0].to("meta")
+    handle = saccade.optimize(model)
+    ids = padded((5, 3))[0].to("meta")
+    assert model(ids)[0].shape == (2, 5, 32)
+    assert "meta device" in handle.served[0].last
+
+
 def test_what_trainer_gives_to_a_loss_does_not_matter():
     ours, theirs = made("bert")
     handle = saccade.optimize(ours.eval())

@@ -223,6 +223,8 @@ class Served(Encoder):
         ids, mask = given.get("input_ids"), given.get("attention_mask")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
             return "it has no input_ids `[B, T]`"
+        if ids.is_meta:
+            return "its input_ids lie on the meta device, where they have no values"
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
             return f"its mask has shape {list(getattr(mask, 'shape', ()))} and is no key padding `[B, T]`"
         for name, x in given.items():
