@@ -491,6 +491,36 @@ def test_compiled_calls_run_as_stock():
     assert handle.active
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_model_is_stock(strict):
+    ours, theirs = made("bert")
+    handle = saccade.optimize(ours.eval(), fuse=False)
+    ids, mask = padded((5, 9))
+    with torch.no_grad():
+        found = torch.export.export(ours, (ids, mask), strict=strict).module()(ids, mask)[0]
+        torch.testing.assert_close(found[mask.bool()], theirs.eval()(ids, mask)[0][mask.bool()])
+    assert handle.active
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_transforms_of_torch_func_are_stock(transform):
+    ours, theirs = made("bert")
+    handle = saccade.optimize(ours.eval())
+    ids, mask = padded((5, 9))
+
+    def result(model):
+        def loss(parameters):
+            return torch.func.functional_call(model, parameters, (ids, mask))[0][mask.bool()].square().sum()
+
+        if transform == "vmap":
+            return torch.func.vmap(lambda row: model(row[None])[0])(ids)
+        return torch.func.grad(loss)({name: x.detach() for name, x in model.named_parameters()})
+
+    with torch.no_grad():
+        torch.testing.assert_close(result(ours), result(theirs.eval()))
+    assert "torch.func" in handle.served[0].last
+
+
 def test_under_data_parallelism(tmp_path):
     import torch.distributed as dist
 

@@ -124,6 +124,8 @@ class Encoder:
             return {}, "the call is traced"
         if captured():
             return {}, "a CUDA graph of the caller is captured"
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return {}, "a transform of torch.func computes it, whose parameters have no memory"
         return self._named(args, kwargs)
 
     def _named(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
