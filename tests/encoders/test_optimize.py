@@ -152,6 +152,40 @@ def test_a_model_of_eager_attention_gives_its_weights():
     assert ours.config._attn_implementation == "eager"
 
 
+def test_calls_of_other_threads_wait_while_a_model_has_eager_attention():
+    ours, theirs = made("bert")
+    for x in (ours.eval(), theirs.eval()):
+        x.set_attn_implementation("eager")
+    ids, mask = padded((6, 4))
+    inside, go_on, found = threading.Event(), threading.Event(), []
+
+    def wait(*given):
+        if threading.current_thread() is first:
+            inside.set()
+            assert go_on.wait(60)
+
+    def call(name):
+        with torch.no_grad():
+            found.append((name, ours(ids, mask, **{name: True})))
+
+    with saccade.optimize(ours):
+        ours.encoder.layer[0].register_forward_hook(wait)
+        first, second = (threading.Thread(target=call, args=[x]) for x in ("output_attentions", "output_hidden_states"))
+        first.start()
+        assert inside.wait(60)
+        second.start()
+        second.join(0.2)
+        assert second.is_alive()  # else it would read a config that changes under it
+        go_on.set()
+        first.join(60)
+        second.join(60)
+    for name, got in found:
+        with torch.no_grad():
+            want = theirs(ids, mask, **{name: True})
+        torch.testing.assert_close(got.last_hidden_state[mask.bool()], want.last_hidden_state[mask.bool()])
+    assert [name for name, _ in found] == ["output_attentions", "output_hidden_states"]
+
+
 def test_padding_between_tokens_is_counted_by_a_sliding_window(by):
     ours, theirs = made("modernbert")
     handle = saccade.optimize(ours.eval())

@@ -99,11 +99,15 @@ class Encoder:
 
     def as_stock(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward. Only eager attention gives weights, so a model that had it has it for a call that asks for them."""
-        config: Any = getattr(self.model, "config", None)
-        asked = kwargs.get("output_attentions") or getattr(config, "output_attentions", False)
-        if not asked or self.before != "eager" or config._attn_implementation != self.attention or torch.compiler.is_compiling():
+        if self.before != "eager" or not self.attention or torch.compiler.is_compiling():
             return self.stock(*args, **kwargs)
-        with self.lock:  # a packed call of another thread reads the config
+        config: Any = self.model.config
+        with (
+            self.lock
+        ):  # no call of another thread reads the config meanwhile: its mask would be of another kind than its attention
+            asked = kwargs.get("output_attentions") or getattr(config, "output_attentions", False)
+            if not asked or config._attn_implementation != self.attention:
+                return self.stock(*args, **kwargs)
             config._attn_implementation = self.before
             try:
                 return self.stock(*args, **kwargs)
