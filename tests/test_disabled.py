@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from encoders_made import made, padded
 
 import saccade
+from saccade import env
 from saccade.cli.explain import DescribedCall, answer
 from saccade.cli.info import backends_on
 from saccade.engine.switch import REASON, is_disabled
@@ -106,6 +107,20 @@ def test_blocks_of_several_threads_overlap():
     leave.set()
     thread.join()
     assert not is_disabled()
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "default"),
+    [("SACCADE_DISABLE", env.disabled, False), ("SACCADE_NATIVE", env.native_wanted, True),
+     ("SACCADE_PRINT_CONFIG", env.print_config, False)],
+)  # fmt: skip
+def test_a_switch_of_another_value_is_not_ignored_silently(name, read, default, monkeypatch):
+    for value, on in (("1", True), ("0", False), ("", default)):
+        monkeypatch.setenv(name, value)
+        assert read() is on
+    monkeypatch.setenv(name, "yes")
+    with pytest.warns(UserWarning, match=f"{name} is 'yes'; allowed are 0 and 1"):
+        assert read() is default
 
 
 def test_for_a_whole_process():

@@ -18,6 +18,15 @@ import warnings
 from pathlib import Path
 
 
+def _is_on(name: str, default: str = "0") -> bool:
+    """A switch of ours. Another value than 0 and 1 would be ignored, so a warning says what is allowed."""
+    value = os.environ.get(name) or default
+    if value not in ("0", "1"):
+        warnings.warn(f"{name} is {value!r}; allowed are 0 and 1, and {default} is taken", stacklevel=3)
+        return default == "1"
+    return value == "1"
+
+
 def interpreting_triton() -> bool:
     """Whether Triton kernels run in the interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -25,7 +34,7 @@ def interpreting_triton() -> bool:
 
 def print_config() -> bool:
     """Whether to print each newly chosen kernel configuration."""
-    return os.environ.get("SACCADE_PRINT_CONFIG", "0") == "1"
+    return _is_on("SACCADE_PRINT_CONFIG")
 
 
 def cache_folder() -> Path:
@@ -59,12 +68,12 @@ def _user_cache() -> Path:
 
 def native_wanted() -> bool:
     """Whether C++ may be compiled to replay calls."""
-    return os.environ.get("SACCADE_NATIVE", "1") != "0"
+    return _is_on("SACCADE_NATIVE", "1")
 
 
 def disabled() -> bool:
     """Whether no kernel of ours may run in this process."""
-    return os.environ.get("SACCADE_DISABLE", "0") == "1"
+    return _is_on("SACCADE_DISABLE")
 
 
 def check_lengths() -> bool:

@@ -138,6 +138,74 @@ def test_what_is_not_packed_runs_as_stock(arguments, reason):
     assert reason in handle.explain()
 
 
+def test_a_model_of_eager_attention_gives_its_weights():
+    ours, theirs = made("bert")
+    for x in (ours.eval(), theirs.eval()):
+        x.set_attn_implementation("eager")
+    with saccade.optimize(ours) as handle:
+        ids, mask = padded((6, 4))
+        weights, want = (x(ids, mask, output_attentions=True).attentions for x in (ours, theirs))
+        assert len(want) == 2
+        torch.testing.assert_close(weights, want)
+        compare(ours, theirs, ids, mask)
+        assert handle.served[0].last == "unpadded"
+    assert ours.config._attn_implementation == "eager"
+
+
+def test_calls_of_other_threads_wait_while_a_model_has_eager_attention():
+    ours, theirs = made("bert")
+    for x in (ours.eval(), theirs.eval()):
+        x.set_attn_implementation("eager")
+    ids, mask = padded((6, 4))
+    inside, go_on, found = threading.Event(), threading.Event(), []
+
+    def wait(*given):
+        if threading.current_thread() is first:
+            inside.set()
+            assert go_on.wait(60)
+
+    def call(name):
+        with torch.no_grad():
+            found.append((name, ours(ids, mask, **{name: True})))
+
+    with saccade.optimize(ours):
+        ours.encoder.layer[0].register_forward_hook(wait)
+        first, second = (threading.Thread(target=call, args=[x]) for x in ("output_attentions", "output_hidden_states"))
+        first.start()
+        assert inside.wait(60)
+        second.start()
+        second.join(0.2)
+        assert second.is_alive()  # else it would read a config that changes under it
+        go_on.set()
+        first.join(60)
+        second.join(60)
+    for name, got in found:
+        with torch.no_grad():
+            want = theirs(ids, mask, **{name: True})
+        torch.testing.assert_close(got.last_hidden_state[mask.bool()], want.last_hidden_state[mask.bool()])
+    assert [name for name, _ in found] == ["output_attentions", "output_hidden_states"]
+
+
+def test_padding_between_tokens_is_counted_by_a_sliding_window(by):
+    ours, theirs = made("modernbert")
+    handle = saccade.optimize(ours.eval())
+    for side in ("right", "left"):
+        ids, mask = padded((20, 20, 7), side=side)
+        compare(ours, theirs.eval(), ids, mask)
+        assert handle.served[0].last == "unpadded"
+    ids[1, 4:9] = mask[1, 4:9] = 0
+    torch.testing.assert_close(ours(ids, mask)[0], theirs(ids, mask)[0])
+    assert "a sliding window counts it" in handle.served[0].last
+
+
+def test_a_model_on_the_meta_device_is_stock():
+    model = made("bert")[0].to("meta")
+    handle = saccade.optimize(model)
+    ids = padded((5, 3))[0].to("meta")
+    assert model(ids)[0].shape == (2, 5, 32)
+    assert "meta device" in handle.served[0].last
+
+
 def test_what_trainer_gives_to_a_loss_does_not_matter():
     ours, theirs = made("bert")
     handle = saccade.optimize(ours.eval())
@@ -455,6 +523,36 @@ def test_compiled_calls_run_as_stock():
         found = torch.compile(ours, backend="eager")(input_ids=ids, attention_mask=mask)[0]
         torch.testing.assert_close(found[mask.bool()], theirs.eval()(ids, mask)[0][mask.bool()])
     assert handle.active
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_model_is_stock(strict):
+    ours, theirs = made("bert")
+    handle = saccade.optimize(ours.eval(), fuse=False)
+    ids, mask = padded((5, 9))
+    with torch.no_grad():
+        found = torch.export.export(ours, (ids, mask), strict=strict).module()(ids, mask)[0]
+        torch.testing.assert_close(found[mask.bool()], theirs.eval()(ids, mask)[0][mask.bool()])
+    assert handle.active
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_transforms_of_torch_func_are_stock(transform):
+    ours, theirs = made("bert")
+    handle = saccade.optimize(ours.eval())
+    ids, mask = padded((5, 9))
+
+    def result(model):
+        def loss(parameters):
+            return torch.func.functional_call(model, parameters, (ids, mask))[0][mask.bool()].square().sum()
+
+        if transform == "vmap":
+            return torch.func.vmap(lambda row: model(row[None])[0])(ids)
+        return torch.func.grad(loss)({name: x.detach() for name, x in model.named_parameters()})
+
+    with torch.no_grad():
+        torch.testing.assert_close(result(ours), result(theirs.eval()))
+    assert "torch.func" in handle.served[0].last
 
 
 def test_under_data_parallelism(tmp_path):

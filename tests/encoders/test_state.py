@@ -96,6 +96,20 @@ def test_hooks_and_checkpointing_are_watched(by):
     assert state.watched == ""
 
 
+def test_hooks_that_transformers_leaves_after_hidden_states_are_asleep(by):
+    """Calls run from graphs again, as such a hook does nothing in them."""
+    model = made("bert")[0].eval()
+    state = State(model)
+    state.read()
+    model(torch.tensor([[5, 6]]), output_hidden_states=True)
+    assert any(x._forward_hooks for x in model.modules())
+    state.read()
+    assert state.watched == ""
+    model.encoder.layer[0].register_forward_hook(lambda *given: None)
+    state.read()
+    assert "hook" in state.watched
+
+
 def test_a_replay_may_start_before_the_state_is_read_while_its_memory_is_there(by):
     model = made("bert")[0].eval()
     state = State(model)

@@ -329,6 +329,16 @@ def test_ids_as_tensors_and_arrays(bert):
             same(bert.encode(input_ids=one), expected[0])
 
 
+@pytest.mark.parametrize("method", ["encode", "encode_query"])
+@pytest.mark.parametrize(
+    "given", [((["a"],), {}), ((), {"inputs": ["a"]}), ((), {"sentences": ["a"]})], ids=["first", "inputs", "sentences"]
+)
+def test_texts_beside_ids_are_refused(bert, method, given):
+    args, named = given
+    with saccade.optimize(bert), pytest.raises(InvalidArgument, match="inputs and input_ids are both given"):
+        getattr(bert, method)(*args, input_ids=[[5, 6]], **named)
+
+
 def test_no_bar_is_made_where_none_is_shown(bert, monkeypatch):
     made = []
     monkeypatch.setattr("tqdm.autonotebook.tqdm", lambda *args, **options: made.append(options) or tqdm.tqdm(*args, **options))
@@ -365,6 +375,7 @@ STOCK = {
     "hook": ({}, lambda m: m.register_forward_hook(lambda *x: None)),
     "hook of the encoder": ({}, lambda m: m[0].model.encoder.register_forward_hook(lambda *x: None)),
     "left": ({}, lambda m: setattr(m.tokenizer, "padding_side", "left")),
+    "no mask": ({}, lambda m: setattr(m.tokenizer, "model_input_names", ["input_ids"])),
     "prompt left out": ({"prompt": "it "}, lambda m: setattr(m[1], "include_prompt", False)),
     "preprocess": ({}, lambda m: setattr(m, "preprocess", m.preprocess)),
 }
@@ -584,6 +595,16 @@ def test_predict(tokenizer_folder, labels, options):
     model = sentence_transformers.CrossEncoder(str(tokenizer_folder), device="cpu")
     for inputs in (PAIRS, [list(x) for x in PAIRS], PAIRS[0], []):
         check(model, inputs, method="predict", **options)
+
+
+def test_padding_on_the_left_that_a_head_reads_is_stock(tokenizer_folder):
+    saved(tokenizer_folder, "XLMRobertaForSequenceClassification", *ROBERTA[1:])
+    model = sentence_transformers.CrossEncoder(str(tokenizer_folder), device="cpu")
+    model.tokenizer.padding_side = "left"
+    stock = model.predict(PAIRS)
+    with saccade.optimize(model) as handle:
+        same(model.predict(PAIRS), stock)
+        assert last(handle) == "stock: padding on the left is read by its head"
 
 
 def test_predict_with_softmax(tokenizer_folder):

@@ -42,6 +42,7 @@ class Encoder:
 
     def __init__(self, model: Any, share: float, fuse: bool = False):
         self.model, self.stock = model, model.forward
+        self.before = getattr(getattr(model, "config", None), "_attn_implementation", None)  # its attention as stock
         self.fusion = Fusion(model) if fuse else None
         if fuse:
             self.attention = attention.OPAQUE
@@ -96,6 +97,23 @@ class Encoder:
         with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
             return example(tokens)
 
+    def as_stock(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward. Only eager attention gives weights, so a model that had it has it for a call that asks for them."""
+        if self.before != "eager" or not self.attention or torch.compiler.is_compiling():
+            return self.stock(*args, **kwargs)
+        config: Any = self.model.config
+        with (
+            self.lock
+        ):  # no call of another thread reads the config meanwhile: its mask would be of another kind than its attention
+            asked = kwargs.get("output_attentions") or getattr(config, "output_attentions", False)
+            if not asked or config._attn_implementation != self.attention:
+                return self.stock(*args, **kwargs)
+            config._attn_implementation = self.before
+            try:
+                return self.stock(*args, **kwargs)
+            finally:
+                config._attn_implementation = self.attention
+
     def say(self, sentence: str) -> None:
         """A warning, once."""
         if sentence not in self._said:
@@ -110,6 +128,8 @@ class Encoder:
             return {}, "the call is traced"
         if captured():
             return {}, "a CUDA graph of the caller is captured"
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return {}, "a transform of torch.func computes it, whose parameters have no memory"
         return self._named(args, kwargs)
 
     def _named(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:

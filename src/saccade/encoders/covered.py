@@ -86,6 +86,8 @@ def _why_not_tokenizer(transformer: Any, served: Any) -> str:
     turns = served.family.causal or any("rope" in name for name in vars(served.model.config))
     if tokenizer.padding_side == "left" and served.family.positions == "columns" and not turns:
         return "padding on the left changes the positions of a batch"
+    if tokenizer.padding_side == "left" and served.has_head and not served.family.causal:
+        return "padding on the left is read by its head"
     return ""
 
 

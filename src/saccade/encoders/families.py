@@ -57,6 +57,11 @@ def why_not(model: Any, embeds: bool) -> str:
     return ""
 
 
+def has_window(config: Any) -> bool:
+    """Whether a layer attends within a sliding window, which counts columns of the padded batch."""
+    return bool(getattr(config, "sliding_window", None) or getattr(config, "local_attention", None))
+
+
 def grows(config: Any) -> bool:
     """Whether the rotary embedding depends on the longest sequence of a batch."""
     rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})

@@ -111,7 +111,7 @@ class Batched(Encoder):
             if not reason:
                 return outputs
         self.last = f"stock: {reason}"
-        return self.stock(*args, **kwargs)
+        return self.as_stock(*args, **kwargs)
 
     # --- what is refused
 

@@ -241,7 +241,7 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
     Some calls run stock, and `explain()` says why:
 
     * calls with `output_attentions`, `output_hidden_states`, a cache, 4-D masks or embeddings in place of ids;
-    * calls whose mask hides tokens that are no padding;
+    * calls whose mask hides tokens that are no padding, or padding between tokens in a model with sliding windows;
     * calls of encoders with hooks inside;
     * traced and captured calls.
     """

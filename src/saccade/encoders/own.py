@@ -19,6 +19,8 @@ class Own:
     def __init__(self, module: Any, name: str = "forward"):
         self.module, self.name, self.stock = module, name, getattr(module, name)
         self.__signature__, self.__doc__, self.__name__ = inspect.signature(self.stock), self.stock.__doc__, name
+        if hasattr(self.stock, "__code__"):
+            self.__code__ = self.stock.__code__  # torch.export reads it of a forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run in the place of the class's method."""

@@ -119,6 +119,13 @@ def _on_the_device(given: Given, family: Family, padding: int, reads_first: bool
     return Packed((rows, columns), numbers.shape[1], numbers, ends, columns), used
 
 
+def has_gaps(batch: Packed) -> Any:
+    """Whether padding lies between two tokens of a row; a tensor on a GPU. A sliding window counts it, and packed tokens have none."""
+    places, columns = batch.numbers[PLACES], batch.shape[1]
+    before, after = places[:-1], places[1:]
+    return ((after - before > 1) & (after // columns == before // columns)).any()
+
+
 def unpack(rows: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
     """Packed rows `[tokens, E]` in the padded batch `[B, T, E]`, with zeros where there is padding."""
     padded = rows.new_zeros((shape[0] * shape[1], rows.shape[1]))

@@ -36,6 +36,7 @@ class Facts(NamedTuple):
 
     reason: why every call runs as stock; empty if nothing speaks against packing. longest: positions, None if there is no end. reads_first: whether
     the first column of a batch is read behind the encoder. pooler: what is applied to the padded last layer. most: tokens that a sequence may have.
+    has_window: whether a layer has a sliding window.
     """
 
     reason: str
@@ -44,6 +45,7 @@ class Facts(NamedTuple):
     return_dict: bool
     pooler: Any
     most: int
+    has_window: bool
 
 
 def signature(given: dict[str, Any], ignored: str) -> tuple | None:

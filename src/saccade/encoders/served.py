@@ -13,7 +13,7 @@ from saccade.encoders.attention import Borders
 from saccade.encoders.base import OF_LOSSES, Encoder
 from saccade.encoders.capacity import Size, sizes_of
 from saccade.encoders.captured import Inside, running
-from saccade.encoders.packing import Given, Packed, pack, packed_on_host, pieces_of, unpack
+from saccade.encoders.packing import Given, Packed, has_gaps, pack, packed_on_host, pieces_of, unpack
 from saccade.encoders.plans import Build, Changed, Facts, builder
 from saccade.encoders.pooling import Pool, keep
 from saccade.engine.calls import read_later
@@ -24,7 +24,8 @@ from saccade.errors import InvalidArgument
 # arguments that are packed; every other one has to be absent
 _PACKED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _USED = (
-    "a padded position is used: a token that is no padding has mask 0, or padding lies on the left, where a pooler or head reads"
+    "a padded position is used: a token that is no padding has mask 0; or padding lies on the left, where a pooler or head reads, "
+    "or between tokens, where a sliding window counts it"
 )
 _LENGTH = 16  # tokens of the sequences for which layers are compiled
 _HARMLESS = {"return_dict", "use_cache", "output_attentions", "output_hidden_states"}
@@ -69,12 +70,12 @@ class Served(Encoder):
         given, reason = self._read(args, kwargs)
         if reason:
             self.last = f"stock: {reason}"
-            return self.stock(*args, **kwargs)
+            return self.as_stock(*args, **kwargs)
         with self.lock:
             early, state = self._begun()
             if self.facts.reason:
                 self.last = f"stock: {self.facts.reason}"
-                return self.stock(*args, **kwargs)
+                return self.as_stock(*args, **kwargs)
             try:
                 batch, used = self._pack(given)
                 waiting = read_later(used) if isinstance(used, Tensor) else None
@@ -91,7 +92,7 @@ class Served(Encoder):
                 return self(*args, **kwargs)
         if padded is None or (waiting is not None and waiting()):
             self.last = "stock: there is no real token" if batch.tokens == 0 else f"stock: {_USED}"
-            return self.stock(*args, **kwargs)
+            return self.as_stock(*args, **kwargs)
         return self._outputs(padded, given.get("return_dict"))
 
     def pooled(self, given: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -143,6 +144,8 @@ class Served(Encoder):
                 return None
             numbers, ends, longest, _ = found
             batch = Packed((ids.shape[0], ids.shape[1]), numbers.shape[1], numbers.numpy(), ends.numpy(), longest)
+            if self.facts.has_window and has_gaps(batch):
+                return None
             hidden = self._graphs_on(self.state.tensors[0].device).hidden(batch, state, True)
             if hidden is None:
                 self._settled = -1
@@ -184,7 +187,7 @@ class Served(Encoder):
                 self.unfit = reason = str(error)
                 self.say(f"{self.unfit}; it runs as stock")
         self.last = f"stock: {reason}"
-        return self.stock(*args, **kwargs)
+        return self.as_stock(*args, **kwargs)
 
     @property
     def facts(self) -> Facts:
@@ -204,7 +207,10 @@ class Served(Encoder):
         longest = families.positions_in_table(self.model)
         reads_first = not self.family.causal and (self.has_head or pooler is not None)
         most = int(getattr(config, "max_position_embeddings", None) or 2**14)
-        return Facts(reason, longest, reads_first, getattr(config, "return_dict", True), families.pooler_of(self.model), most)
+        pooled = families.pooler_of(self.model)
+        return Facts(
+            reason, longest, reads_first, getattr(config, "return_dict", True), pooled, most, families.has_window(config)
+        )
 
     def _refused(self, given: dict[str, Any]) -> str:
         return self._refused_arguments(given) or self.facts.reason
@@ -217,6 +223,8 @@ class Served(Encoder):
         ids, mask = given.get("input_ids"), given.get("attention_mask")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
             return "it has no input_ids `[B, T]`"
+        if ids.is_meta:
+            return "its input_ids lie on the meta device, where they have no values"
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
             return f"its mask has shape {list(getattr(mask, 'shape', ()))} and is no key padding `[B, T]`"
         for name, x in given.items():
@@ -244,6 +252,9 @@ class Served(Encoder):
             ids = ids.to(device, non_blocking=True)
             mask, types, positions = (x if x is None else x.to(device, non_blocking=True) for x in (mask, types, positions))
         batch, used = pack(Given(ids, mask, types, positions), self.family, self.padding, self.facts.reads_first)
+        if self.facts.has_window:
+            gaps = has_gaps(batch)
+            used = used | gaps if isinstance(used, Tensor) else used or bool(gaps)
         last = batch.longest + self.padding
         if self._counted and longest is not None and not ids.is_cuda and positions is None and last >= longest:
             raise InvalidArgument(

@@ -197,13 +197,21 @@ class State:
             return f"its parameters are of the type {', '.join(sorted(self._others))}"
         if self._gathered:
             return "FSDP gathers its parameters for each call, and frees memory that a replay would read"
-        if any(self._hooks):
+        if not all(map(_is_asleep, chain.from_iterable(map(_values, self._hooks)))):
             return "a module inside of it has a hook, which a replay would not call"
         if any("forward" in own for own, _ in self._forwards):
             return "a module inside of it has a forward of its own, which a replay would not call"
         if self.recomputes:
             return "gradient checkpointing computes layers again in backward"
         return ""
+
+
+def _is_asleep(hook: Any) -> bool:
+    """Whether a hook is one that transformers adds at the first call that asks for hidden states or attentions, and never removes.
+
+    It does nothing in other calls, and such a call runs as stock.
+    """
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _switches(module: nn.Module) -> tuple[Any, ...]:

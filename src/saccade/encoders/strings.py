@@ -44,6 +44,8 @@ class Method(Own):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.strings.kind == "SentenceTransformer" and kwargs.get("input_ids") is not None:
+            if args or not kwargs.keys().isdisjoint(("inputs", "sentences")):
+                raise InvalidArgument("inputs and input_ids are both given; one of them is allowed")
             kwargs["inputs"] = _Ids(kwargs.pop("input_ids"))
         try:
             given = self.__signature__.bind(*args, **kwargs)

@@ -263,6 +263,8 @@ def why_not(tokenizer: Any) -> str:
             return f"{type(tokenizer).__name__} has a {name} of its own"
     if tokenizer.pad_token is None:
         return "the tokenizer has no padding token"
+    if "attention_mask" not in tokenizer.model_input_names:
+        return "the tokenizer gives no attention_mask, without which tokens see padding"
     return ""
 
 
