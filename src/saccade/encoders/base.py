@@ -102,9 +102,8 @@ class Encoder:
         if self.before != "eager" or not self.attention or torch.compiler.is_compiling():
             return self.stock(*args, **kwargs)
         config: Any = self.model.config
-        with (
-            self.lock
-        ):  # no call of another thread reads the config meanwhile: its mask would be of another kind than its attention
+        # no call of another thread reads the config meanwhile: its mask would be of another kind than its attention
+        with self.lock:
             asked = kwargs.get("output_attentions") or getattr(config, "output_attentions", False)
             if not asked or config._attn_implementation != self.attention:
                 return self.stock(*args, **kwargs)
