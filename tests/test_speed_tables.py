@@ -59,7 +59,7 @@ def test_a_number_that_is_rounded_wrongly_is_found():
 
 @pytest.mark.parametrize(("packed", "peers"), [(False, (*TORCH, "fa4")), (True, TORCH)])
 def test_up_to_128_tokens(packed, peers):
-    taken = {key: row for key, row in times("h100/short_full", "").items() if ("packed" in key[0]) == packed}
+    taken = {key: row for key, row in times("h200/short_full", "").items() if ("packed" in key[0]) == packed}
     rows = [row for row in cells("short.md", "Tokens | D = 32 | D = 64 | D = 128 | D = 256") if ("packed" in row[0]) == packed]
     assert len(rows) == 3
     for head, *quoted in rows:
