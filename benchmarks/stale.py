@@ -312,7 +312,7 @@ def definitions_of(text: str, name: str) -> frozenset[str]:
     text = _RENAMED_WORDS.sub(lambda found: RENAMED[found[0]], text)
     if name.endswith(".py"):
         try:
-            codes = [ast.dump(x) for x in _Code().visit(ast.parse(text)).body]
+            codes = [ast.dump(x) for x in Code().visit(ast.parse(text)).body]
         except SyntaxError:
             codes = [text]
     else:
@@ -321,7 +321,7 @@ def definitions_of(text: str, name: str) -> frozenset[str]:
     return frozenset(hashlib.sha256(code.encode()).hexdigest() for code in codes)
 
 
-class _Code(ast.NodeTransformer):
+class Code(ast.NodeTransformer):
     """Leaves docstrings, imports, blocks for type checkers and parameter lists out."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.stale import ABSENT, SAME_CODE, SHAPES, code_of, equal_codes
+from benchmarks.stale import ABSENT, SAME_CODE, SHAPES, Code, code_of, equal_codes
 from saccade.errors import SaccadeError
 from saccade.launch.cuda import HEADERS
 from saccade.nvrtc.library import Program, loaded
@@ -205,12 +205,11 @@ def run_by(name: str, commit: str) -> list[str]:
 
 
 def _parts(path: Path) -> tuple[list[str], list[str]]:
-    """The statements of a file: kernels and their helpers, and the host's, without imports."""
+    """The statements of a file: kernels and their helpers, and the host's, without docstrings and imports."""
     parts: tuple[list[str], list[str]] = [], []
-    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-        if not isinstance(statement, ast.Import | ast.ImportFrom):
-            is_host = not any("jit" in ast.unparse(x) for x in getattr(statement, "decorator_list", []))
-            parts[is_host].append(ast.dump(statement))
+    for statement in Code().visit(ast.parse(path.read_text(encoding="utf-8"))).body:
+        is_host = not any("jit" in ast.unparse(x) for x in getattr(statement, "decorator_list", []))
+        parts[is_host].append(ast.dump(statement))
     return parts
 
 
