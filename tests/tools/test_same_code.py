@@ -37,7 +37,7 @@ def test_a_triton_file_has_kernels_and_a_host_part(tmp_path):
     kernels, host = parts(kernel)
     assert parts(kernel.replace("return x", "return x + 1"))[0] != kernels
     assert parts(kernel.replace("return x", "return x + 1"))[1] == host
-    assert parts(kernel.replace("import", "\"\"\"A page.\"\"\"\nimport")) == (kernels, host)
+    assert parts(kernel.replace("import", '"""A page."""\nimport')) == (kernels, host)
     assert parts(kernel.replace("4", "5"))[0] == kernels
     assert parts(kernel.replace("4", "5"))[1] != host
 
