@@ -1,8 +1,8 @@
 """The launches of a backend for the problems that were measured at a commit, on a machine without a GPU: `python -m tools.launches BACKEND COMMIT`.
 
-Prints a JSON object: problem -> the launches of forward and backward on an H100, each with its kernel, grid, options and arguments, and the work that torch
-does on the device between them. Tensors hold no data and say that they lie on a GPU. Nothing is compiled, and nothing runs. `saccade` is the one of
-PYTHONPATH, so that `same_code` can compare two checkouts.
+Prints a JSON object. launches: problem -> those of forward and backward on an H100, each with its kernel, grid, options and arguments, and the work that
+torch does on the device between them. lines: file of `exact` -> [function, line] that ran for any problem. Tensors hold no data and say that they lie on a
+GPU. Nothing is compiled, and no kernel runs. `saccade` is the one of PYTHONPATH, so that `same_code` can compare two checkouts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import csv
 import importlib
 import itertools
 import json
+import linecache
 import re
 import sys
 from collections.abc import Callable
@@ -59,6 +60,26 @@ class Work(TorchDispatchMode):
         if not func.is_view and not _NO_KERNEL.match(func.name()):
             self.found.append([func.name(), [_shown(x) for x in args]])
         return made
+
+
+class Lines:
+    """Notes the lines of the files of `saccade.exact` that run inside it."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, set[tuple[str, str]]] = {}
+
+    def __enter__(self) -> Lines:
+        sys.settrace(lambda frame, event, _: self._note if "/saccade/exact/" in frame.f_code.co_filename else None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _note(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "line":
+            path, text = frame.f_code.co_filename, linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            self.found.setdefault(path[path.rindex("src/saccade/") :], set()).add((frame.f_code.co_name, text))
+        return self._note
 
 
 def _shown(value: Any) -> Any:
@@ -215,16 +236,18 @@ def problems_of(backend: str, commit: str, results: Path = RESULTS) -> list[str]
     return list(found)
 
 
-def main(backend: str, commit: str) -> dict[str, list[Any]]:
-    """Problem, and whether a graph is captured -> launches."""
+def main(backend: str, commit: str) -> dict[str, dict[str, list[Any]]]:
+    """launches: of a problem, and whether a graph is captured. lines: those that ran, by file."""
     packed, found = importlib.import_module(f"saccade.exact.{backend}.launchers"), list[Any]()
     dense = importlib.import_module("saccade.exact.ragged.dense").DENSE.launchers() if backend == "ragged" else packed
     pretend(found)
     calls = itertools.product(problems_of(backend, commit), (False, True))
-    return {
-        f"{problem}{' captured' * captured}": launches_of(packed if _is_packed(problem) else dense, problem, captured, found)
-        for problem, captured in calls
-    }
+    with Lines() as lines:
+        made = {
+            f"{problem}{' captured' * captured}": launches_of(packed if _is_packed(problem) else dense, problem, captured, found)
+            for problem, captured in calls
+        }
+    return {"launches": made, "lines": {path: [*map(list, sorted(texts))] for path, texts in sorted(lines.found.items())}}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 CUDA sources are compiled as the tests of their family compile them, and the Triton launches of tests/launch/test_compile_targets.py for sm_90, at
 COMMIT and here. A changed file is the same if all builds that reach it have the same instructions, byte for byte. A file of `exact` that shapes launches is
 the same if its backends launch the same for each problem that a table measured at COMMIT (`tools.launches`), and the row names this commit. If the kernels
-of a file alone differ, it also names the problems that run them: the file is the same for all others.
+of a file alone differ, it also names the problems that run them: the file is the same for all others. If lines alone differ that no problem runs, it
+names none, and rows that measure the host count too.
 `benchmarks/same_code.csv` gets a line for each, and `benchmarks/stale.py` then counts the file as unchanged.
 """
 
@@ -179,16 +180,34 @@ def same_launches(changed: Iterable[str], before: Path, commit: str) -> dict[str
     backends = {name: of for name in changed for folder, of in _LAUNCHED_BY.items() if name.startswith(folder)}
     found = {}
     for backend in {x for of in backends.values() for x in of}:
-        new = _launches(ROOT, backend, commit)
+        new = _launches(ROOT, backend, commit)["launches"]
         if new:  # something was measured there
-            found[backend] = new == _launches(before, backend, commit)
+            found[backend] = new == _launches(before, backend, commit)["launches"]
     return {name: all(found.get(x, True) for x in of) for name, of in backends.items() if found.keys() & of}
 
 
 @cache
-def _launches(root: Path, backend: str, commit: str) -> dict[str, Any]:
-    """Problem that was measured at a commit -> the launches of a checkout."""
+def _launches(root: Path, backend: str, commit: str) -> dict[str, dict[str, Any]]:
+    """What a checkout launches for problems that were measured at a commit, and the lines that it runs for them."""
     return dict(_printed(root, ["-m", "tools.launches", backend, commit], ROOT))
+
+
+def runs_the_same(name: str, before: Path, commit: str) -> bool:
+    """Whether measured problems run the lines of a file that they ran before. What is done at import must be as it was."""
+    if _outline(before / name) != _outline(ROOT / name):
+        return False
+    backends = next(of for folder, of in _LAUNCHED_BY.items() if name.startswith(folder))
+    now, old = ([_launches(root, x, commit)["lines"].get(name) for x in backends] for root in (ROOT, before))
+    return now == old
+
+
+def _outline(path: Path) -> list[str]:
+    """The statements at the top of a file; of functions what is around their bodies."""
+    statements = Code().visit(ast.parse(path.read_text(encoding="utf-8"))).body
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef):
+            statement.body = [ast.Pass()]
+    return [*map(ast.dump, statements)]
 
 
 def run_by(name: str, commit: str) -> list[str]:
@@ -198,9 +217,8 @@ def run_by(name: str, commit: str) -> list[str]:
         text = (ROOT / name).read_text(encoding="utf-8")
         kernels = {x.name for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)}
     backends = next(of for folder, of in _LAUNCHED_BY.items() if name.startswith(folder))
-    found = (
-        problem for x in backends for problem, made in _launches(ROOT, x, commit).items() if any(y[0] in kernels for y in made)
-    )
+    made = (_launches(ROOT, x, commit)["launches"] for x in backends)
+    found = (problem for of in made for problem, launched in of.items() if any(x[0] in kernels for x in launched))
     return list(dict.fromkeys(problem.removesuffix(" captured") for problem in found))
 
 
@@ -226,7 +244,9 @@ def compared(texts: dict[str, str], before: Path, commit: str) -> dict[str, tupl
     everywhere |= {name: (same, commit) for name, same in launched.items() if name not in other}
     # kernels that changed are of no account for problems that do not run them; a header is in no launch
     kernels = [name for name in other if launched.get(name) and not name.endswith(".cuh") and _is_host_alike(name, before)]
-    return everywhere | {name: (True, _quoted(commit, "; ".join(run_by(name, commit)) or "none")) for name in kernels}
+    everywhere |= {name: (True, _quoted(commit, "; ".join(run_by(name, commit)) or "none")) for name in kernels}
+    unrun = [name for name, same in launched.items() if same and name not in triton and runs_the_same(name, before, commit)]
+    return everywhere | {name: (True, _quoted(commit, "none")) for name in unrun if name.endswith(".py")}
 
 
 def _is_host_alike(name: str, before: Path) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -203,8 +202,11 @@ def test_what_nvrtc_refuses_is_an_obstacle(fresh):
 def test_sm90_forms_give_way_to_triton(fresh, tmp_path):
     from saccade.exact.short import sm90
 
-    (tmp_path / "forward_sm90.cu").write_text("this is no C++")
-    fresh.setattr(sm90, "source", lambda form: Source(Path(tmp_path / "forward_sm90.cu")))
+    # the list of parameters is read before the source is compiled
+    whole, path = sm90.source("forward"), tmp_path / "forward_sm90.cu"
+    path.write_text("#error this is no C++\n" + whole.text())
+    broken = Source(path, (whole.path.parent, *whole.headers))
+    fresh.setattr(sm90, "source", lambda form: broken)
     forget_launches()
     query, key, value = (torch.randn(4096, 2, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     with pytest.warns(

@@ -87,7 +87,7 @@ GRIDS = {
 }
 
 
-def launched(root, backend: str) -> dict[str, list]:
+def launched(root, backend: str) -> dict[str, dict]:
     program = "import json, sys; from tools import launches; launches.problems_of = lambda *asked: json.loads(sys.argv[2]); print(json.dumps(launches.main(sys.argv[1], '')))"
     return same_code._printed(root, ["-c", program, backend, json.dumps(PROBLEMS[backend])], same_code.ROOT)
 
@@ -95,20 +95,21 @@ def launched(root, backend: str) -> dict[str, list]:
 @pytest.mark.skipif(bool(obstacles("90a")), reason="needs NVRTC")
 @pytest.mark.parametrize("backend", PROBLEMS)
 def test_launches_are_compared_without_a_gpu(backend, tmp_path):
-    """Another grid is seen; a function that nobody calls is none of the launches."""
+    """Another grid is seen; a function that nobody calls is none of the launches, and of the lines that run."""
     shutil.copytree(same_code.SRC, tmp_path / "src" / "saccade", ignore=shutil.ignore_patterns("__pycache__"))
     found = launched(same_code.ROOT, backend)
-    assert len(found) == 2 * len(PROBLEMS[backend])
-    assert all(found.values())
+    assert len(found["launches"]) == 2 * len(PROBLEMS[backend])
+    assert all(found["launches"].values())
+    assert found["lines"][f"src/saccade/exact/{backend}/launchers.py"]
 
-    def edited(name: str, before: str, after: str) -> dict[str, list]:
+    def edited(name: str, before: str, after: str) -> dict[str, dict]:
         path = tmp_path / "src" / "saccade" / "exact" / name
         assert before in path.read_text(encoding="utf-8")
         path.write_text(path.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
         return launched(tmp_path, backend)
 
     assert edited(f"{backend}/launchers.py", "def forward(", "def unused():\n    return 1\n\n\ndef forward(") == found
-    assert edited(*GRIDS[backend]) != found
+    assert edited(*GRIDS[backend])["launches"] != found["launches"]
 
 
 def test_the_problems_of_a_commit_are_those_of_rows_that_measure_the_device(tmp_path):
@@ -131,7 +132,7 @@ def test_files_count_where_their_backend_was_measured(monkeypatch):
 
     def printed(root, command, folder):
         old = str(root) == "before" and command[2] == "short"
-        return {"a problem": [3]} if old else made[command[2]]
+        return {"launches": {"a problem": [3]} if old else made[command[2]]}
 
     monkeypatch.setattr(same_code, "_printed", printed)
     names = ["src/saccade/exact/short/launch.py", "src/saccade/exact/long/launchers.py", "src/saccade/nm_sparse/launch.py"]
@@ -157,6 +158,27 @@ def test_a_file_with_kernels_may_differ_in_what_it_launches(tmp_path, monkeypatc
     assert same_code.compared({name: text.format(2)}, tmp_path / "before", "abc") == {name: (False, "")}
 
 
+LAUNCHER = "LIMIT = {}\n\n\ndef launch(bias):\n    if bias:\n        return {}\n    return 1\n"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "ran", "expected"),
+    [((1, 2), "return 1", (True, "abc,none")), ((1, 2), "return 2", (True, "abc")), ((2, 1), "return 1", (True, "abc"))],
+)
+def test_lines_that_no_problem_runs_are_of_no_account(numbers, ran, expected, tmp_path, monkeypatch):
+    """Also for rows that measure the host; a constant is read by lines that are the same."""
+    name = "src/saccade/exact/ragged/launchers.py"
+    for root, found in (("before", (1, 1)), ("now", numbers)):
+        (tmp_path / root / name).parent.mkdir(parents=True)
+        (tmp_path / root / name).write_text(LAUNCHER.format(*found))
+    monkeypatch.setattr(same_code, "ROOT", tmp_path / "now")
+    lines = {tmp_path / "before": "return 1", tmp_path / "now": ran}
+    monkeypatch.setattr(
+        same_code, "_launches", lambda root, *_: {"launches": {"a problem": [1]}, "lines": {name: [["launch", lines[root]]]}}
+    )
+    assert same_code.compared({name: LAUNCHER.format(*numbers)}, tmp_path / "before", "abc") == {name: expected}
+
+
 @pytest.mark.parametrize(("host", "expected"), [(1, (True, 'abc,"a, b; c"')), (2, (False, ""))])
 def test_kernels_that_changed_are_of_no_account_for_problems_that_do_not_run_them(host, expected, tmp_path, monkeypatch):
     name, text = "src/saccade/exact/ragged/plan.py", "@triton.jit\ndef kernel(x):\n    return x + {}\n\n\nLIMIT = {}\n"
@@ -166,7 +188,7 @@ def test_kernels_that_changed_are_of_no_account_for_problems_that_do_not_run_the
     monkeypatch.setattr(same_code, "ROOT", tmp_path / "now")
     monkeypatch.setattr(same_code, "same_triton", lambda names, _: dict.fromkeys(names, False))
     made = {"a, b": [["kernel"]], "c captured": [["other"], ["kernel"]], "d": [["other"]]}
-    monkeypatch.setattr(same_code, "_launches", lambda *_: made)
+    monkeypatch.setattr(same_code, "_launches", lambda *_: {"launches": made})
     assert same_code.compared({name: text.format(2, host)}, tmp_path / "before", "abc") == {name: expected}
     made.clear()
     made["d"] = [["other"]]
