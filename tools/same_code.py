@@ -188,12 +188,12 @@ def same_launches(changed: Iterable[str], before: Path, commit: str) -> dict[str
 
 @cache
 def _launches(root: Path, backend: str, commit: str) -> dict[str, dict[str, Any]]:
-    """What a checkout launches for problems that were measured at a commit, and the lines that it runs for them."""
+    """The launches of a checkout for problems that were measured at a commit, and the lines that run for them."""
     return dict(_printed(root, ["-m", "tools.launches", backend, commit], ROOT))
 
 
 def runs_the_same(name: str, before: Path, commit: str) -> bool:
-    """Whether measured problems run the lines of a file that they ran before. What is done at import must be as it was."""
+    """Whether measured problems run the lines of a file that they ran before. Statements that run at import must be as they were."""
     if _outline(before / name) != _outline(ROOT / name):
         return False
     backends = next(of for folder, of in _LAUNCHED_BY.items() if name.startswith(folder))
