@@ -112,7 +112,7 @@ def test_blocks_of_several_threads_overlap():
 @pytest.mark.parametrize(
     ("name", "read", "default"),
     [("SACCADE_DISABLE", env.disabled, False), ("SACCADE_NATIVE", env.native_wanted, True),
-     ("SACCADE_PRINT_CONFIG", env.print_config, False)],
+     ("SACCADE_PRINT_CONFIG", env.print_config, False), ("SACCADE_CHECK_LENGTHS", env.check_lengths, False)],
 )  # fmt: skip
 def test_a_switch_of_another_value_is_not_ignored_silently(name, read, default, monkeypatch):
     for value, on in (("1", True), ("0", False), ("", default)):

@@ -78,7 +78,7 @@ def disabled() -> bool:
 
 def check_lengths() -> bool:
     """Whether the values of cu_seqlens are read and checked even if that waits for a device."""
-    return os.environ.get("SACCADE_CHECK_LENGTHS", "0") == "1"
+    return _is_on("SACCADE_CHECK_LENGTHS")
 
 
 def cxx() -> str | None:

@@ -206,6 +206,12 @@ def test_selection(checked):
     assert checked[0] == [("reference", c, f"torch.float{d}") for d in (32, 64) for c in ("odd", "huge")]
 
 
+def test_all_is_for_the_interpreter(checked, monkeypatch):
+    monkeypatch.setattr(verify, "interpreting_triton", lambda: False)
+    with pytest.raises(InvalidArgument, match="--all is given without --interpret"):
+        verify.run(_selection(["reference"], every=True))
+
+
 @pytest.mark.parametrize(
     ("selection", "sentence"),
     [

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from encoders_made import MODELS, SIZES, made, padded
+from torch.utils.flop_counter import FlopCounterMode
 
 import saccade
 from saccade.encoders import families
@@ -553,6 +554,19 @@ def test_transforms_of_torch_func_are_stock(transform):
     with torch.no_grad():
         torch.testing.assert_close(result(ours), result(theirs.eval()))
     assert "torch.func" in handle.served[0].last
+
+
+def test_a_counter_of_flops_sees_what_stock_computes():
+    """A replay of a CUDA graph would show it nothing."""
+    ours, theirs = made("bert")
+    handle = saccade.optimize(ours.eval())
+    counts = []
+    for model in (ours, theirs.eval()):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(*padded((5, 9)))
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+    assert "TorchDispatchMode" in handle.served[0].last
 
 
 def test_under_data_parallelism(tmp_path):

@@ -19,6 +19,7 @@ import torch
 import tqdm
 import transformers
 from encoders_made import SIZES
+from torch.utils.flop_counter import FlopCounterMode
 
 import saccade
 from saccade.errors import InvalidArgument
@@ -396,6 +397,18 @@ def test_what_is_not_covered_is_stock(tokenizer_folder, name):
         ours, stock = ([x["sentence_embedding"] for x in y] for y in (ours, stock))
     if name != "token embeddings":
         same(ours, stock)
+
+
+def test_a_counter_of_flops_sees_what_stock_computes(bert):
+    counts = []
+    for optimised in (False, True):
+        handle = saccade.optimize(bert) if optimised else None
+        with FlopCounterMode(display=False) as counter:
+            bert.encode(texts(5))
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+    assert "TorchDispatchMode" in last(handle)
+    handle.restore()
 
 
 def test_errors_are_those_of_stock(bert):

@@ -88,6 +88,8 @@ def run(selection: Selection) -> int:
     if selection.interpret and not interpreting_triton():
         command = [sys.executable, "-m", "saccade", "verify", *selection.arguments()]
         return subprocess.run(command, env=interpreting_environment(), check=False).returncode
+    if selection.every and not interpreting_triton():
+        raise InvalidArgument("--all is given without --interpret; the interpreter alone leaves large cases out")
     device = device_of("cpu" if selection.interpret else selection.device)
     began = time.monotonic()
     tallies = _measure(_jobs(selection, device), device)

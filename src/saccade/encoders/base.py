@@ -19,6 +19,7 @@ from saccade.encoders.gpu import Gpu
 from saccade.encoders.state import State
 from saccade.engine.problem import captured
 from saccade.engine.switch import REASON, is_disabled
+from saccade.engine.tracing import observer
 
 _logger = logging.getLogger("saccade")
 # Tokens of the runs for which layers are compiled. The compiler shapes its kernels by them: with 16, GELU took 149 us of 19,463 tokens, and 47 in eager
@@ -123,12 +124,10 @@ class Encoder:
         """The arguments of a call by their names, and why it runs as it is; empty if nothing speaks against it."""
         if is_disabled():
             return {}, REASON
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return {}, "the call is traced"
+        if seen := observer():
+            return {}, seen
         if captured():
             return {}, "a CUDA graph of the caller is captured"
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return {}, "a transform of torch.func computes it, whose parameters have no memory"
         return self._named(args, kwargs)
 
     def _named(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:

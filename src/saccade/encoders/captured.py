@@ -24,6 +24,7 @@ from saccade.encoders.capacity import capacity
 from saccade.encoders.packing import PLACES, Packed, unpack
 from saccade.engine.problem import captured
 from saccade.engine.switch import REASON, is_disabled
+from saccade.engine.tracing import observer
 from saccade.errors import InvalidArgument
 
 Batch = dict[str, Tensor]
@@ -235,10 +236,9 @@ class CapturedFunction:
         if is_disabled():
             self.last = f"uncaptured: {REASON}"
             return self._plain(given)
-        if served is None or captured() or torch.compiler.is_compiling():
-            self.last = (
-                "uncaptured: the handle was restored" if served is None else "uncaptured: the call itself is captured or traced"
-            )
+        seen = observer() or ("the call itself is captured" if captured() else "")
+        if served is None or seen:
+            self.last = f"uncaptured: {seen or 'the handle was restored'}"
             return self._plain(given)
         with served.lock:
             state = served.current_state()

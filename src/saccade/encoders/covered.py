@@ -10,6 +10,7 @@ from saccade.encoders import tokens
 from saccade.encoders.pooling import Pooling, pool_of
 from saccade.encoders.sentences import Sentences
 from saccade.engine.problem import captured
+from saccade.engine.tracing import observer
 
 # modules of sentence-transformers that read only the embedding
 _AFTER = ("Dense", "Normalize", "LayerNorm", "Dropout")
@@ -101,8 +102,10 @@ def why_not_call(model: Any, served: Any, kwargs: dict[str, Any]) -> str:
         return "queries are expanded"
     if getattr(model, "_distributed_inference", None) is not None:
         return "inference is distributed"
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or captured():
-        return "the call is traced or captured"
+    if seen := observer():
+        return seen
+    if captured():
+        return "a CUDA graph of the caller is captured"
     forward: Any = vars(served.model).get("forward")
     if getattr(forward, "served", forward) is not served:
         return "the encoder has another forward"

@@ -19,6 +19,7 @@ from saccade.encoders.pooling import Pool, keep
 from saccade.engine.calls import read_later
 from saccade.engine.problem import captured
 from saccade.engine.switch import REASON, is_disabled
+from saccade.engine.tracing import observer
 from saccade.errors import InvalidArgument
 
 # arguments that are packed; every other one has to be absent
@@ -128,7 +129,7 @@ class Served(Encoder):
 
         C++ packs such batches alone, so most of what `_refused` and `_pack` ask has its answer.
         """
-        if native.module is None or self.unfit or self.failed or is_disabled() or torch.jit.is_tracing() or captured():
+        if native.module is None or self.unfit or self.failed or is_disabled() or observer() or captured():
             return None
         ids, mask, types, positions = map(given.get, _PACKED)
         if not isinstance(ids, Tensor) or ids.dim() != 2 or not 0 < ids.numel() <= packed_on_host():

@@ -42,6 +42,17 @@ def eager(*tensors: Any) -> bool:
     )
 
 
+def observer() -> str:
+    """The observer of each operation of torch, besides a device or in its place; empty if there is none. A replay of a CUDA graph would hide them."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return "the call is traced"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func computes it, whose parameters have no memory"
+    if torch._C._len_torch_dispatch_stack():
+        return "a TorchDispatchMode sees its operations, as a FLOP counter does"
+    return ""
+
+
 def register(
     library: torch.library.Library,
     name: str,
