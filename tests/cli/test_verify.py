@@ -202,7 +202,7 @@ def test_as_json(checked, capsys):
 
 
 def test_selection(checked):
-    verify.run(_selection(["reference"], ["dd", "uge"], ["fp32", "fp64"], every=True))
+    verify.run(_selection(["reference"], ["dd", "uge"], ["fp32", "fp64"]))
     assert checked[0] == [("reference", c, f"torch.float{d}") for d in (32, 64) for c in ("odd", "huge")]
 
 
