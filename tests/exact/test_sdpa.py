@@ -14,11 +14,12 @@ from torch._subclasses import FakeTensorMode
 import saccade
 from saccade.engine.dispatch import choose
 from saccade.engine.tracked import Tracked
-from saccade.exact import lse
+from saccade.exact import lse, sdpa_mask
 from saccade.exact import sdpa as backend
 from saccade.exact.backends import BACKENDS
 from saccade.exact.problem import broadcast, describe_attention, must_broadcast
 from saccade.exact.sdpa import SDPA
+from saccade.exact.sdpa_mask import bias_for_torch, mask_for_torch
 from saccade.exact.testing.check import check_attention, public_call
 from saccade.testing.cases import Case
 
@@ -343,6 +344,30 @@ def test_float32_biases_keep_their_range_beside_16_bits():
     out, log_sum = saccade.attention(query, key, value, bias, return_lse=True, backend="sdpa")
     assert log_sum[0, 0, 1] == torch.finfo(torch.float32).min
     torch.testing.assert_close(out[0, 0, 1], value[0, 0].mean(0), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="fused CUDA kernels take a bias in the dtype of the query alone")
+@pytest.mark.parametrize("lengths", [None, (9, 6)], ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_float32_bias_of_16_bits_is_not_rounded(lengths, kv_heads):
+    """A row of finfo.min hides no key: 16 bits would make it -inf."""
+    query = torch.randn(2, 2, 9, 16).half()
+    key, value = (torch.randn(2, kv_heads, 9, 16).half() for _ in range(2))
+    bias = (8 * torch.randn(1, 2, 9, 9)).index_fill(2, torch.tensor(3), torch.finfo(torch.float32).min)
+    options = {"enable_gqa": True, "lengths": None if lengths is None else torch.tensor(lengths)}
+    found = saccade.attention(query, key, value, bias, **options, backend="sdpa")
+    wide = saccade.attention(query.double(), key.double(), value.double(), bias.double(), **options, backend="reference")
+    torch.testing.assert_close(found.double(), wide, rtol=1e-3, atol=2e-3)
+
+
+def test_a_bias_in_16_bits_hides_what_it_hid_in_32():
+    """As fused CUDA kernels take it; the gradient passes as through any rounding."""
+    q, k, v = (torch.randn(1, 1, 3, 16, dtype=torch.float16) for _ in range(3))
+    problem = describe_attention(q, k, v, None, 0.0, False, None, False, None, False, False, True)
+    bias = torch.tensor([[1.0, -math.inf, -1e30, torch.finfo(torch.float32).min]], requires_grad=True)
+    found = bias_for_torch(bias, torch.float16, dataclasses.replace(problem, device_type="cuda"))
+    assert found.tolist() == [[1.0, -math.inf, -65504.0, -65504.0]]
+    assert torch.autograd.grad(found.sum(), bias)[0].tolist() == [[1.0] * 4]
 
 
 def test_it_may_be_put_in_the_place_of_torchs_function(monkeypatch):
@@ -679,11 +704,11 @@ def test_one_length_under_a_mask_or_of_nothing_is_described(lengths):
 def test_nothing_fake_is_remembered_of_a_mask(monkeypatch):
     """As a GPU adds it; the two numbers that it is made of are remembered."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # which a build for CPUs lacks
-    backend._seen_and_hidden.cache_clear()
+    sdpa_mask._seen_and_hidden.cache_clear()
     mask = torch.tensor([[True, False]], device=DEVICE)
     with FakeTensorMode() as mode:
-        assert backend._added(mode.from_tensor(mask), torch.float32).shape == mask.shape
-    found = backend._added(mask, torch.float32)
+        assert mask_for_torch(mode.from_tensor(mask), torch.float32).shape == mask.shape
+    found = mask_for_torch(mask, torch.float32)
     assert found.tolist() == [[0.0, float("-inf")]]
 
 

@@ -43,7 +43,7 @@ FINITE = {
     "saccade.nvrtc.declared._parameters": "one for each kernel in our sources and choice of its parameters",
     "saccade.nm_sparse.staged.launchers._source": "our sources",
     "saccade.exact.volta.launchers._source": "our sources",
-    "saccade.exact.sdpa._seen_and_hidden": "one for each dtype and device",
+    "saccade.exact.sdpa_mask._seen_and_hidden": "one for each dtype and device",
     "saccade.distributed.agreement._side_stream": "one for each device",
     "saccade.distributed.ring._mesh": "one for each process group",
     "saccade.integrations.pooled_layers.pooled_class": "one for each class of layers",

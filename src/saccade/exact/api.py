@@ -119,9 +119,10 @@ def attention(
         key: `[B, Hkv, Tk, D]`.
         value: `[B, Hkv, Tk, D]`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
-            `[B, H, Tq, Tk]`; or a causal bias of `torch.nn.attention.bias`. For image windows, a floating `[W, H, Tq, Tk]` (H, Tq and
-            Tk may be 1) is read without a copy, and its gradient is summed over the images. Excludes `is_causal`. As in torch, a NaN
-            in a masked key may reach the output; `lengths` prevents this.
+            `[B, H, Tq, Tk]`; or a causal bias of `torch.nn.attention.bias`. Kernels read a float32 bias of 16-bit queries as it is.
+            On a GPU torch's function reads it in the dtype of `query`, a number below that range as the least one. For image windows, a
+            floating `[W, H, Tq, Tk]` (H, Tq and Tk may be 1) is read without a copy, and its gradient is summed over the images.
+            Excludes `is_causal`. As in torch, a NaN in a masked key may reach the output; `lengths` prevents this.
         dropout_p: probability of dropping a weight, `0 <= dropout_p < 1`. The Philox key is drawn from torch's generator of the
             device, so dropout follows `torch.manual_seed`. As in torch, it is applied whenever it is above 0.
         is_causal: key j is visible to query i if j <= i (upper-left, as torch).

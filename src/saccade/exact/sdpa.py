@@ -8,7 +8,6 @@ torch's fused kernels refuse, or read at misaligned addresses (seen with torch 2
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from saccade.engine.tracing import eager
 from saccade.engine.tracked import Tracked
 from saccade.exact.args import AttentionArgs, repeated
 from saccade.exact.lse import WithLse, with_lse
+from saccade.exact.sdpa_mask import bias_for_torch, mask_for_torch
 from saccade.exact.sdpa_window import attend_with_window, why_not_with_window
 
 _LARGEST = 1e15  # keys and values below it, times queries of any use, stay finite scores in float32
@@ -103,7 +103,7 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
     if args.lengths is not None:
         real = _known_lengths(args, problem)
         if real is not None and min(real) < max(real) and _rows_are_worth_it(problem) and not problem.key_mask:
-            added = mask if args.bias is None else _of_rank(args.bias, problem.rank).to(args.query.dtype)
+            added = mask if args.bias is None else bias_for_torch(_of_rank(args.bias, problem.rank), args.query.dtype, problem)
             return _row_by_row(args, real, added, problem), None
         key, value, mask, is_causal = _within_lengths(args, args.lengths, real, mask)
     bias = None
@@ -111,14 +111,12 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
         bias = _of_rank(args.bias, problem.rank)
         if problem.windows:  # of tensors of rank 5 torch's fused kernels take none, and its math path would form every score
             bias = repeated(bias, problem.batch)
-        if bias.dtype != args.query.dtype:
-            # the kernel with the lse adds float32 to 16 bits, where finfo.min of float32 must not become -inf
-            bias = bias.to(torch.promote_types(args.query.dtype, torch.float32) if problem.return_lse else args.query.dtype)
+        bias = bias_for_torch(bias, args.query.dtype, problem)
         bias = bias if args.lengths is None else bias[..., : key.shape[-2]]
         if mask is not None:
             bias = bias.masked_fill(~mask, float("-inf"))
     if mask is not None and bias is None and problem.device_type == "cuda":
-        bias = _added(mask, args.query.dtype)
+        bias = mask_for_torch(mask, args.query.dtype)
     # a branch: of symbolic sizes the comparison is no bool, and torch's function takes no other
     grouped = True if problem.heads != problem.kv_heads else False  # noqa: SIM210
     call = _Call(args.query, key, value, mask if bias is None else bias, is_causal, grouped)
@@ -181,25 +179,6 @@ def _trains_nothing_but(added: Tensor | None, tensors: tuple[Tensor, ...]) -> bo
     """Whether a gradient is wanted of the bias alone: torch 2.11 then keeps no log-sum-exp on a GPU, and fails in backward ("LSE is not
     correctly aligned")."""
     return added is not None and added.requires_grad and not any(x.requires_grad for x in tensors)
-
-
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask as torch would add it, with -inf where torch's cuDNN kernels take the least finite number.
-
-    With the least finite number, a fully masked row becomes the mean of the values. Gradients of some shapes are then NaN (64 x 64 in 16
-    bits, torch 2.11). A row of -inf is 0 in all of torch's CUDA kernels, with zero gradients (measured for cuDNN, EFFICIENT and MATH, three
-    dtypes, four shapes). The conversion costs what torch's own does, and the result needs no mending.
-    """
-    # what is remembered must not be a fake tensor, nor memory of a graph
-    if not eager(mask) or torch.cuda.is_current_stream_capturing():
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
-    return torch.where(mask, *_seen_and_hidden(dtype, mask.device))
-
-
-@functools.cache
-def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """0 and -inf as tensors of no dimension. On the device: from the host they would be copied at each call, which waits."""
-    return torch.tensor(0.0, dtype=dtype, device=device), torch.tensor(float("-inf"), dtype=dtype, device=device)
 
 
 def _of_rank(mask: Tensor, rank: int) -> Tensor:
