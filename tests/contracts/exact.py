@@ -116,6 +116,16 @@ class AttentionContract:
         assert error < 0.005, error
 
     @BOTH
+    def test_a_finite_number_of_a_float32_bias_hides_no_key_of_16_bits(self, case):
+        """finfo.min of float32 is -inf in 16 bits: a whole row of it has the mean of the values, and such a key beside others weighs nothing."""
+        inputs = make(replace(case, bias=(1, 2, case.q_len, 21)), torch.float16, DEVICE)
+        bias = inputs.bias.float().index_fill(3, torch.tensor([4, 7], device=DEVICE), torch.finfo(torch.float32).min)
+        bias = bias.index_fill(2, torch.tensor([0], device=DEVICE), torch.finfo(torch.float32).min)
+        out = self.call(inputs.query, inputs.key, inputs.value, bias)
+        expected = saccade.attention(*(x.double() for x in (inputs.query, inputs.key, inputs.value, bias)), backend="reference")
+        torch.testing.assert_close(out.double(), expected, rtol=5e-3, atol=5e-3)
+
+    @BOTH
     @pytest.mark.parametrize("axis", [0, 1], ids=["rows", "heads"])
     def test_a_bias_that_was_expanded_has_a_gradient_of_each(self, case, axis):
         """Its memory does not tell it from one that broadcasts, whose gradient is a sum."""

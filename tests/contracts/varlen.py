@@ -98,6 +98,18 @@ class VarlenContract:
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y)
 
+    def test_a_finite_number_of_a_float32_bias_hides_no_key_of_16_bits(self):
+        """finfo.min of float32 is -inf in 16 bits: a whole row of it has the mean of the values."""
+        if not self.takes_bias:
+            pytest.skip("takes no bias")
+        ends = torch.tensor([0, 9, 14], dtype=torch.int32, device=DEVICE)
+        tensors = [torch.randn(14, 2, 16, device=DEVICE).half() for _ in range(3)]
+        bias = torch.randn(2, 9, 9, device=DEVICE).index_fill(1, torch.tensor([3], device=DEVICE), torch.finfo(torch.float32).min)
+        out = saccade.attention_varlen(*tensors, ends, ends, 9, 9, attn_bias=bias, backend=self.backend)
+        wide = [x.double() for x in tensors]
+        expected = saccade.attention_varlen(*wide, ends, ends, 9, 9, attn_bias=bias.double(), backend="reference")
+        torch.testing.assert_close(out.double(), expected, rtol=5e-3, atol=5e-3)
+
     def test_strided_inputs(self):
         dtype = self.dtypes[0]
         ends = torch.tensor([0, 9, 9, 30], dtype=torch.int32, device=DEVICE)

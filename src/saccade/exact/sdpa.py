@@ -103,7 +103,11 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
     if args.lengths is not None:
         real = _known_lengths(args, problem)
         if real is not None and min(real) < max(real) and _rows_are_worth_it(problem) and not problem.key_mask:
-            added = mask if args.bias is None else bias_for_torch(_of_rank(args.bias, problem.rank), args.query.dtype, problem)
+            added = (
+                mask
+                if args.bias is None
+                else bias_for_torch(_of_rank(args.bias, problem.rank), args.query.dtype, problem.device_type)
+            )
             return _row_by_row(args, real, added, problem), None
         key, value, mask, is_causal = _within_lengths(args, args.lengths, real, mask)
     bias = None
@@ -111,7 +115,7 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
         bias = _of_rank(args.bias, problem.rank)
         if problem.windows:  # of tensors of rank 5 torch's fused kernels take none, and its math path would form every score
             bias = repeated(bias, problem.batch)
-        bias = bias_for_torch(bias, args.query.dtype, problem)
+        bias = bias_for_torch(bias, args.query.dtype, problem.device_type)
         bias = bias if args.lengths is None else bias[..., : key.shape[-2]]
         if mask is not None:
             bias = bias.masked_fill(~mask, float("-inf"))

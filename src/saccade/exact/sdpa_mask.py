@@ -7,18 +7,17 @@ import functools
 import torch
 from torch import Tensor
 
-from saccade.engine.problem import Problem
 from saccade.engine.tracing import eager
 
 
-def bias_for_torch(bias: Tensor, dtype: torch.dtype, problem: Problem) -> Tensor:
-    """A bias beside a query of this dtype. CPU kernels add float32 to scores of 16 bits; fused CUDA kernels take the query's dtype alone.
+def bias_for_torch(bias: Tensor, dtype: torch.dtype, device_type: str) -> Tensor:
+    """A bias beside a query of this dtype, for torch's function. CPU kernels add float32 to scores of 16 bits; fused CUDA kernels take the query's dtype alone.
 
     A finite number stays finite: finfo.min of float32 would hide a key as -inf of 16 bits.
     """
     if bias.dtype == dtype:
         return bias
-    if problem.device_type != "cuda" or problem.return_lse:
+    if device_type != "cuda":
         return bias.to(torch.promote_types(dtype, torch.float32))
     narrow = bias.to(dtype)
     with torch.no_grad():  # a gradient passes as through any rounding

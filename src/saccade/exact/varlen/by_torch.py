@@ -17,6 +17,7 @@ from saccade.engine.torch_sdpa import scaled_as_torch_takes_it, torch_attention
 from saccade.engine.tracing import eager
 from saccade.engine.window import Window, ends_of, shown_window
 from saccade.exact.bands import MOST, Band, band_of, fold, unfold
+from saccade.exact.sdpa_mask import bias_for_torch
 from saccade.exact.varlen import reference
 from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, FULL, HIDE_LATER, VarlenArgs
 from saccade.exact.varlen.behind import behind
@@ -211,7 +212,7 @@ def _nothing_of(args: VarlenArgs) -> Tensor:
 
 def _added(args: VarlenArgs, q_len: int, k_len: int) -> tuple[Tensor | None, bool]:
     """(attn_mask, is_causal) of sequences of these lengths."""
-    bias = None if args.bias is None else args.bias[:, :q_len, :k_len].to(args.query.dtype)
+    bias = None if args.bias is None else bias_for_torch(args.bias[:, :q_len, :k_len], args.query.dtype, args.query.device.type)
     if args.causal == FULL:
         return bias, False
     if bias is None and (args.causal != BOTTOM_RIGHT or q_len == k_len):
