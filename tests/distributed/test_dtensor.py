@@ -207,6 +207,8 @@ def _refused(rank, ranks, device):
         "mesh": said(saccade.attention, sharded[0], *(distribute_tensor(query, other, [Shard(1)]),) * 2),
         "rank": said(saccade.attention, *(on(query[0], Shard(0)),) * 3),
         "other": said(saccade.attention, sharded[0], None, None),
+        "one row": said(saccade.attention, *(on(x, Replicate()) for x in (query[:1], query, query))),
+        "one head": said(saccade.attention, *(on(x, Shard(0)) for x in (query[:, :1], query, query))),
         "rows": said(
             saccade.dynamic_mask_attention,
             *(on(x[:ranks], Shard(0)) for x in (query, query, query, query[..., 0])),
@@ -238,6 +240,8 @@ def test_placements_that_cannot_run_are_named(two):
         assert texts["dropout"].startswith("dropout_p is 0.1 and query is replicated on mesh dim tp (size 2)")
         assert "they must be on one mesh" in texts["mesh"]
         assert texts["rank"] == f"query has shape {[H, T, D]}; a DTensor must be [B, H, T, D], as key and value"
+        for name, given in (("one row", [1, H, T, D]), ("one head", [B, 1, T, D])):
+            assert texts[name].startswith(f"query has shape {given}, key {[B, H, T, D]}; a DTensor query is not broadcast")
         assert texts["other"] == "key is a NoneType; it must be a torch.Tensor"
         assert "Shard(3), the heads" in texts["packed"]
         for name, heads in (("rows", H), ("rows of expiry", HKV)):  # each rank holds one row of two
