@@ -198,8 +198,7 @@ def attention(
         if found is not None:
             return found
     given = cast(call)
-    if given is not call:
-        query, key, value = given[:3]
+    query, key, value = given[:3]
     prepared = prepare_attention(given, False)
     if prepared is None:
         query, key, value = broadcast(query, key, value, enable_gqa)
