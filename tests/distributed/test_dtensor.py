@@ -204,6 +204,7 @@ def _refused(rank, ranks, device):
         "groups": said(saccade.attention, six, *(on(data(device, (B, 3, T, D))[0], Shard(1)),) * 2, enable_gqa=True),
         "tokens": said(saccade.attention_varlen, *(on(query[0], Shard(0)),) * 3, rows, rows, 4, 4),
         "dropout": said(saccade.attention, *(on(query, Replicate()),) * 3, dropout_p=0.1),
+        "no probability": said(saccade.attention, *(on(query, Replicate()),) * 3, dropout_p=-0.1),
         "mesh": said(saccade.attention, sharded[0], *(distribute_tensor(query, other, [Shard(1)]),) * 2),
         "rank": said(saccade.attention, *(on(query[0], Shard(0)),) * 3),
         "other": said(saccade.attention, sharded[0], None, None),
@@ -238,6 +239,7 @@ def test_placements_that_cannot_run_are_named(two):
             f"query is {Shard(0)} on mesh dim tp (size 2); Shard(1), the heads, and Replicate() run"
         )
         assert texts["dropout"].startswith("dropout_p is 0.1 and query is replicated on mesh dim tp (size 2)")
+        assert texts["no probability"] == "dropout_p is -0.1; allowed is 0 <= dropout_p < 1"
         assert "they must be on one mesh" in texts["mesh"]
         assert texts["rank"] == f"query has shape {[H, T, D]}; a DTensor must be [B, H, T, D], as key and value"
         for name, given in (("one row", [1, H, T, D]), ("one head", [B, 1, T, D])):
