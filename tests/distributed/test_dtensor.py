@@ -250,6 +250,21 @@ def test_placements_that_cannot_run_are_named(two):
             assert texts[name].startswith(f"key_scores is [2, {heads}, 12]; with cu_seqlens all documents lie in one row")
 
 
+def _outside(rank, ranks, device):
+    mesh = DeviceMesh(device.type, [0])
+    query = distribute_tensor(data(device, (B, H, T, D))[0], mesh, [Shard(0)])
+    try:
+        return str(saccade.attention(query, query, query).shape)
+    except saccade.InvalidArgument as error:
+        return str(error)
+
+
+def test_a_rank_outside_the_mesh(two):
+    inside, outside = two(_outside)
+    assert inside == str(torch.Size((B, H, T, D)))
+    assert outside.endswith("which this rank is not in; only the ranks of a mesh call an operation on it")
+
+
 def _plain_and_cut(rank, ranks, device):
     """Plain tensors beside replicas, and replicas that are cut without an exchange."""
     mesh = init_device_mesh(device.type, (ranks,))

@@ -135,6 +135,10 @@ def _roles(first: str, given: tuple[Any, Dims]) -> _Roles:
 
     tensor, dims = given
     mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        raise InvalidArgument(
+            f"{first} is on {mesh}, which this rank is not in; only the ranks of a mesh call an operation on it"
+        )
     found: list[str | None] = []
     rank = tensor.dim()
     batch = 1 if dims.batch is None or dims.batch >= rank else tensor.shape[dims.batch]
