@@ -105,6 +105,16 @@ def test_auto_in_one_graph():
         torch.testing.assert_close(a, e, **close)
 
 
+@pytest.mark.parametrize("function", [saccade.attention, saccade.nm_sparse_attention])
+def test_autocast_in_one_graph(function):
+    arguments = qkv3(True)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        expected, actual = results(function, arguments), results(compiled(function), arguments)
+    assert actual[0].dtype is torch.bfloat16
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
 @pytest.mark.parametrize("order", ["BHTD", "TBHD"])
 def test_dynamic_shapes(order):
     run = compiled(separate(is_causal=True), dynamic=True)

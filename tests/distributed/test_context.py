@@ -296,7 +296,7 @@ def _raised(rank, ranks, device, change):
     try:
         saccade.distributed.dynamic_mask_attention(**call)
         text = ""
-    except saccade.InvalidArgument as error:
+    except (saccade.InvalidArgument, saccade.UnsupportedProblem) as error:
         text = str(error)
     saccade.distributed.dynamic_mask_attention(*(mine(x, rank, sizes) for x in tensors.values()), keep=4, enable_gqa=True)
     return text
@@ -314,6 +314,10 @@ def change_one(call, change, ids):
         call["sinks"] = -1
     elif change == "no backend":
         call["backend"] = "none"
+    elif change == "backend of no call":
+        call |= {name: call[name].double() for name in ("query", "key", "value")} | {"backend": "gather"}
+    elif change == "meta":
+        call |= {name: x.to("meta") for name, x in call.items() if isinstance(x, torch.Tensor)}
     elif change == "dtype":
         call |= {name: call[name].double() for name in ("query", "key", "value")}
     elif change == "scores":
@@ -366,6 +370,8 @@ def test_ranks_that_disagree_all_raise_and_go_on(two, change):
         ("nothing", "query is a NoneType"),
         ("no number", "sinks is -1; it must be a whole number of keys, at least 0"),
         ("no backend", "backend is 'none'; allowed are 'auto', 'gather', 'gather_cpp', 'gather_torch', 'reference'"),
+        ("backend of no call", "backend 'gather' cannot run"),
+        ("meta", "query, key, value and key_scores are on meta; ranks exchange their values"),
         ("offsets", "cu_seqlens is given; it must be None, as it counts from the start of a sequence"),
     ],
 )

@@ -204,9 +204,12 @@ def _refused(rank, ranks, device):
         "groups": said(saccade.attention, six, *(on(data(device, (B, 3, T, D))[0], Shard(1)),) * 2, enable_gqa=True),
         "tokens": said(saccade.attention_varlen, *(on(query[0], Shard(0)),) * 3, rows, rows, 4, 4),
         "dropout": said(saccade.attention, *(on(query, Replicate()),) * 3, dropout_p=0.1),
+        "no probability": said(saccade.attention, *(on(query, Replicate()),) * 3, dropout_p=-0.1),
         "mesh": said(saccade.attention, sharded[0], *(distribute_tensor(query, other, [Shard(1)]),) * 2),
         "rank": said(saccade.attention, *(on(query[0], Shard(0)),) * 3),
         "other": said(saccade.attention, sharded[0], None, None),
+        "one row": said(saccade.attention, *(on(x, Replicate()) for x in (query[:1], query, query))),
+        "one head": said(saccade.attention, *(on(x, Shard(0)) for x in (query[:, :1], query, query))),
         "rows": said(
             saccade.dynamic_mask_attention,
             *(on(x[:ranks], Shard(0)) for x in (query, query, query, query[..., 0])),
@@ -236,12 +239,30 @@ def test_placements_that_cannot_run_are_named(two):
             f"query is {Shard(0)} on mesh dim tp (size 2); Shard(1), the heads, and Replicate() run"
         )
         assert texts["dropout"].startswith("dropout_p is 0.1 and query is replicated on mesh dim tp (size 2)")
+        assert texts["no probability"] == "dropout_p is -0.1; allowed is 0 <= dropout_p < 1"
         assert "they must be on one mesh" in texts["mesh"]
         assert texts["rank"] == f"query has shape {[H, T, D]}; a DTensor must be [B, H, T, D], as key and value"
+        for name, given in (("one row", [1, H, T, D]), ("one head", [B, 1, T, D])):
+            assert texts[name].startswith(f"query has shape {given}, key {[B, H, T, D]}; a DTensor query is not broadcast")
         assert texts["other"] == "key is a NoneType; it must be a torch.Tensor"
         assert "Shard(3), the heads" in texts["packed"]
         for name, heads in (("rows", H), ("rows of expiry", HKV)):  # each rank holds one row of two
             assert texts[name].startswith(f"key_scores is [2, {heads}, 12]; with cu_seqlens all documents lie in one row")
+
+
+def _outside(rank, ranks, device):
+    mesh = DeviceMesh(device.type, [0])
+    query = distribute_tensor(data(device, (B, H, T, D))[0], mesh, [Shard(0)])
+    try:
+        return str(saccade.attention(query, query, query).shape)
+    except saccade.InvalidArgument as error:
+        return str(error)
+
+
+def test_a_rank_outside_the_mesh(two):
+    inside, outside = two(_outside)
+    assert inside == str(torch.Size((B, H, T, D)))
+    assert outside.endswith("which this rank is not in; only the ranks of a mesh call an operation on it")
 
 
 def _plain_and_cut(rank, ranks, device):

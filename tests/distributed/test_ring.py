@@ -73,6 +73,7 @@ def _no_tensors(rank, ranks, device):
         lambda: saccade.distributed.head_tail(None, 0),
         lambda: saccade.distributed.head_tail(tensors[0], 4),
         lambda: saccade.distributed.head_tail(tensors[0], True),
+        lambda: saccade.distributed.head_tail(tensors[0], 2.0),
     )
     found = []
     for call in calls:
@@ -88,7 +89,9 @@ def test_what_is_no_tensor_no_dim_and_no_group(two):
         assert sharded.startswith("query is a DTensor, a subclass of torch.Tensor with operations of its own")
         assert mesh.startswith("group is a device mesh of 2 dimensions; it must be ")
         assert tensor == "tensor is a NoneType; it must be a torch.Tensor"
-        assert dims == [f"dim is {dim}; the tensor has 4 dims, so it must be a whole number from -4 to 3" for dim in (4, True)]
+        assert dims == [
+            f"dim is {dim}; the tensor has 4 dims, so it must be a whole number from -4 to 3" for dim in (4, True, 2.0)
+        ]
 
 
 def _head_tail(rank, ranks, device):

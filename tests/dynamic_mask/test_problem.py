@@ -37,6 +37,10 @@ def scores_with(value):
         ({"query": torch.randn(2, 7, 8)}, r"query has shape \[2, 7, 8\]; it must be \[B, H, Tq, D\]"),
         ({"document_ids": torch.tensor([[0, 0, 2, 1, 3, 3]])}, r"document_ids goes from 2 to 1 at \[0, 2\]"),
         (
+            {"document_ids": torch.tensor([[0, 0, 2**31 - 1, 2**31 - 1, -2, -2]], dtype=torch.int32)},
+            r"document_ids goes from 2147483647 to -2 at \[0, 3\]",
+        ),
+        (
             {"document_ids": torch.zeros(1, 5, dtype=torch.int64)},
             r"document_ids has shape \[1, 5\]; it must be \[B, Tk\] = \[1, 6\]",
         ),
@@ -74,6 +78,15 @@ def test_expiry_checks_the_same():
         saccade.expiry(torch.zeros(1, 1, 4), 0)
     with pytest.raises(saccade.InvalidArgument, match="key_scores holds inf"):
         saccade.expiry(torch.full((1, 1, 4), math.inf), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_documents_may_be_numbered_by_any_integers(dtype):
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    ids = torch.tensor([[least, least, -1, -1, most, most]], dtype=dtype)
+    given, small = arguments(), torch.tensor([[0, 0, 1, 1, 2, 2]])
+    found, expected = (saccade.dynamic_mask_attention(**given, document_ids=x) for x in (ids, small))
+    assert torch.equal(found, expected)
 
 
 def test_expiry_is_a_mask_in_one_line():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from saccade.distributed.groups import start_all_gather
+from saccade.dynamic_mask.problem import decreases
 from saccade.errors import InvalidArgument
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -151,7 +152,7 @@ def fault_of(scores: Tensor, document_ids: Tensor | None) -> Tensor:
     largest = torch.linalg.vector_norm(ranked, float("inf")) if ranked.numel() else ranked.new_zeros(())
     fault = (~torch.isfinite(largest)).to(torch.int64) * _NOT_FINITE
     if document_ids is not None:
-        fault = fault + (document_ids.diff(dim=1) < 0).any().to(torch.int64) * _DECREASES
+        fault = fault + decreases(document_ids).any().to(torch.int64) * _DECREASES
     return fault
 
 

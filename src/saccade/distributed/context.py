@@ -18,8 +18,9 @@ from saccade.dynamic_mask.backends import BACKENDS
 from saccade.dynamic_mask.problem import describe_dynamic_mask
 from saccade.engine.arguments import check_choice, check_count, check_flag, check_keep
 from saccade.engine.calls import autocast, gradient_needed, has_values, read_later
+from saccade.engine.dispatch import choose
 from saccade.engine.sharded import is_dtensor
-from saccade.errors import InvalidArgument
+from saccade.errors import InvalidArgument, UnsupportedProblem
 
 
 # for type checkers, by what `return_lse` says: one tensor, or two
@@ -141,6 +142,7 @@ def dynamic_mask_attention(
     Raises:
         InvalidArgument: a bad argument; no process group; ranks that disagree in anything but n. If one rank raises before the
             exchange, all do.
+        UnsupportedProblem: the named backend cannot run this rank's call. The other ranks raise InvalidArgument.
 
     Source:
         the operation is that of paper 004; the exchange is ours.
@@ -151,17 +153,18 @@ def dynamic_mask_attention(
     if ranks == 1:
         _refuse_offsets(cu_seqlens)
         return one_device.dynamic_mask_attention(query, key, value, key_scores, document_ids=document_ids, **options)
-    if isinstance(key_scores, Tensor) and not _readable(key_scores):  # nor could it tell others
+    # nor could it tell others, as a rank with tensors on meta can
+    if isinstance(key_scores, Tensor) and not key_scores.is_meta and not _readable(key_scores):
         raise InvalidArgument(
             "the call is captured in a CUDA graph, traced or mapped over; ranks must read whether they agree, so it can be none of these"
         )
     try:
         _refuse_offsets(cu_seqlens)
         query, key, value = autocast(query, key, value)
-        call = _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa, sinks, window)
         options["return_lse"] = check_flag("return_lse", return_lse)
         check_choice("backend", backend, ("auto", *(known.name for known in BACKENDS)))
-    except InvalidArgument:
+        call = _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa, sinks, window, backend)
+    except (InvalidArgument, UnsupportedProblem):
         refuse(group, rank, ranks, _device_of(query, group))
         raise
     by_kernels = document_ids is None and offers.by_kernels(key, value, key_scores)
@@ -194,7 +197,9 @@ def _refuse_offsets(cu_seqlens: Tensor | None) -> None:
         )
 
 
-def _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa, sinks, window) -> AgreedCall:
+def _describe(
+    query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa, sinks, window, backend
+) -> AgreedCall:
     """The call of this rank, its arguments checked."""
     for name, x in (("query", query), ("key", key), ("value", value), ("key_scores", key_scores)):
         if is_dtensor(x):
@@ -207,6 +212,10 @@ def _describe(query, key, value, key_scores, keep, document_ids, add_scores, sca
         raise InvalidArgument(
             f"query has {problem.q_len} tokens, key {problem.kv_len}; each rank gives the queries and the keys of its own stretch"
         )
+    if key_scores.is_meta:
+        raise InvalidArgument("query, key, value and key_scores are on meta; ranks exchange their values, so they must have some")
+    if backend != "auto":
+        choose(BACKENDS, problem, backend)  # raises here, where the others can be told
     return AgreedCall(
         check_keep(keep), problem.batch, problem.heads, problem.kv_heads, problem.head_dim, problem.value_dim, problem.dtype, key_scores.dtype,
         problem.scale, problem.add_scores, document_ids is not None, needed, check_count("sinks", sinks, 0), check_count("window", window, 0),

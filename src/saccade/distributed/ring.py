@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,7 +96,9 @@ def head_tail(tensor: Tensor, dim: int, group: Any = None) -> Tensor:
     _, rank, ranks = group_of(group)
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(f"tensor is a {type(tensor).__name__}; it must be a torch.Tensor")
-    if isinstance(dim, bool) or dim not in range(-tensor.dim(), tensor.dim()):
+    given: Any = dim
+    whole = isinstance(given, numbers.Integral) and not isinstance(given, bool)
+    if not whole or dim not in range(-tensor.dim(), tensor.dim()):
         most = tensor.dim()
         raise InvalidArgument(
             f"dim is {shown(dim)}; the tensor has {most} dims, so it must be a whole number from {-most} to {most - 1}"

@@ -170,7 +170,12 @@ def selection_faults(key_scores: Tensor, document_ids: Tensor | None) -> Tensor:
     largest = torch.linalg.vector_norm(scores, float("inf")) if scores.numel() else scores.new_zeros(())
     if document_ids is None:
         return largest
-    return largest.masked_fill((document_ids.diff(dim=1) < 0).any(), float("nan"))
+    return largest.masked_fill(decreases(document_ids).any(), float("nan"))
+
+
+def decreases(document_ids: Tensor) -> Tensor:
+    """boolean `[B, Tk - 1]`: whether the next token has a smaller number. Numbers are compared, as their difference may overflow."""
+    return document_ids[:, 1:] < document_ids[:, :-1]
 
 
 def check_selection_values(key_scores: Tensor, document_ids: Tensor | None) -> None:
@@ -181,7 +186,7 @@ def check_selection_values(key_scores: Tensor, document_ids: Tensor | None) -> N
         worst = key_scores[tuple(first)].item()
         where = " in float32, in which they are ranked" if math.isfinite(worst) else ""
         raise InvalidArgument(f"key_scores holds {worst} at {first}; scores must be finite{where} (hide padding with lengths)")
-    if document_ids is not None and document_ids.numel() and bool((document_ids.diff(dim=1) < 0).any()):
-        at = (document_ids.diff(dim=1) < 0).nonzero()[0].tolist()
+    if document_ids is not None and document_ids.numel() and bool(decreases(document_ids).any()):
+        at = decreases(document_ids).nonzero()[0].tolist()
         pair = document_ids[at[0], at[1] : at[1] + 2].tolist()
         raise InvalidArgument(f"document_ids goes from {pair[0]} to {pair[1]} at {at}; within a row it must not decrease")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.engine.arguments import check_probability
 from saccade.engine.record import annotated
 from saccade.errors import InvalidArgument
 
@@ -83,10 +84,11 @@ def on_shards(
 
     roles = _roles(*next(iter(tensors.items())))
     # a weight is dropped by its place in the part, and by the generator of the rank
-    if options.get("dropout_p") and any(role is None and roles.mesh.size(i) > 1 for i, role in enumerate(roles.of)):
+    dropout_p = check_probability("dropout_p", options.get("dropout_p", 0.0))
+    if dropout_p and any(role is None and roles.mesh.size(i) > 1 for i, role in enumerate(roles.of)):
         dim = next(i for i, role in enumerate(roles.of) if role is None and roles.mesh.size(i) > 1)
         raise InvalidArgument(
-            f"dropout_p is {options['dropout_p']} and {roles.first} is replicated on {roles.said(dim)}, where each replica would drop other "
+            f"dropout_p is {dropout_p} and {roles.first} is replicated on {roles.said(dim)}, where each replica would drop other "
             "weights; shard the batch or the heads there, or use no dropout"
         )
     parts = {name: _part(name, x, dims, roles) for name, (x, dims) in tensors.items()}
@@ -133,6 +135,10 @@ def _roles(first: str, given: tuple[Any, Dims]) -> _Roles:
 
     tensor, dims = given
     mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        raise InvalidArgument(
+            f"{first} is on {mesh}, which this rank is not in; only the ranks of a mesh call an operation on it"
+        )
     found: list[str | None] = []
     rank = tensor.dim()
     batch = 1 if dims.batch is None or dims.batch >= rank else tensor.shape[dims.batch]

@@ -199,8 +199,7 @@ def attention(
         if found is not None:
             return found
     given = cast(call)
-    if given is not call:
-        query, key, value = given[:3]
+    query, key, value = given[:3]
     prepared = prepare_attention(given, False)
     if prepared is None:
         query, key, value = broadcast(query, key, value, enable_gqa)
@@ -349,6 +348,13 @@ def _attention_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:
     check_tensors(query, key, value)
     if not query.dim() == key.dim() == value.dim() == 4:
         raise InvalidArgument(f"query has shape {list(query.shape)}; a DTensor must be [B, H, T, D], as key and value")
+    for name, x in (("key", key), ("value", value)):
+        # the result is placed as query is
+        if any(own == 1 != other for own, other in zip(query.shape[:2], x.shape[:2], strict=True)):
+            raise InvalidArgument(
+                f"query has shape {list(query.shape)}, {name} {list(x.shape)}; a DTensor query is not broadcast over batch or heads: "
+                "expand it"
+            )
     shapes = (*query.shape[:3], value.shape[3]), query.shape[:3]
     return call_on_shards(attention, _PLACED, call, (BHTD, BHTD), shapes)
 
