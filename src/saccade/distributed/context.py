@@ -141,7 +141,7 @@ def dynamic_mask_attention(
 
     Raises:
         InvalidArgument: a bad argument; no process group; ranks that disagree in anything but n. If one rank raises before the
-            exchange, all do.
+            exchange, all do. A rank with an invalid `group`, or whose call is traced, captured or mapped over, cannot tell the others, which wait.
         UnsupportedProblem: the named backend cannot run this rank's call. The other ranks raise InvalidArgument.
 
     Source:
