@@ -184,6 +184,18 @@ def test_small_gradients_of_float16():
     assert exact[2].abs().max() > 1e-5
 
 
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+def test_a_gradient_that_is_no_number_stays_in_its_token_and_head(dtype, number):
+    given = inputs((1, 20, 2, 16), dtype)
+    given[4][0, 1, 3] = number
+    found, exact = results(given), results([x.double() for x in given], backend="reference")
+    others = [i for i in range(20) if i != 3]
+    assert not found[1][0, 3].isfinite().all()
+    for ours, wanted in ((found[1][0, others], exact[1][0, others]), (found[2][0], exact[2][0])):
+        torch.testing.assert_close(ours.double(), wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
+
+
 @pytest.mark.parametrize("backend", ["fused", "reference"])
 @pytest.mark.parametrize("case", [(0, 5, 2, 8), (2, 0, 2, 8)], ids=str)
 @pytest.mark.parametrize("layout", ["tokens", "heads"])

@@ -81,7 +81,7 @@ def test_binaries_of_key_bits(architecture):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_binaries_of_shown_values(dtype, architecture):
     value, bias = torch.ones(2, 2, 70, 64, dtype=dtype), torch.zeros(2, 4, 5, 70)
-    call = bias_rows.shown_values_call(value, bias, torch.empty(2, 2, 70, dtype=torch.bool), None)
+    call = bias_rows.shown_values_call(value, bias, torch.empty(2, 2, 70, dtype=torch.bool), True, None)
     assert usage_of(call.source, call.options, architecture).stack == 0
 
 

@@ -353,6 +353,16 @@ def test_biases_against_the_reference(monkeypatch, kind):
     torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=1e-5, atol=1e-4)
 
 
+def test_a_value_that_a_bias_and_the_causal_mask_hide_together(monkeypatch):
+    """Queries before key 6 see it by the bias, and later ones by the causal mask. A group without a visible key multiplies a value by 0."""
+    query, key, value = (torch.randn(1, 1, 8, 16) for _ in range(3))
+    bias = torch.zeros(1, 1, 8, 8)
+    bias[..., 6:, 6], value[..., 6, :] = -torch.inf, torch.nan
+    args = NMSparseArgs(query, key, value, None, bias, None, None, 1, 2, 0.0, True, 0.25)
+    out, *_ = forward(monkeypatch, args, Sm80Config(8, 2, tf32=True))
+    torch.testing.assert_close(out.double(), expected(args)[0], rtol=0.01, atol=0.01)
+
+
 LEAST = torch.finfo(torch.float32).min
 
 

@@ -166,7 +166,7 @@ def test_forward_with_a_bias(given, monkeypatch, arch, kind):
     monkeypatch.setattr(fused, "arch_of", lambda device: arch)
     monkeypatch.setattr(fused, "addresses", lambda **tensors: tensors)
     monkeypatch.setattr(fused, "rows_map", lambda tensor, *box: tensor)
-    monkeypatch.setattr(fused, "shown_values", lambda bias, value: (bias[:, ::2, 0, :TK] != -torch.inf)[..., None])
+    monkeypatch.setattr(fused, "shown_values", lambda bias, value, is_causal: (bias[:, ::2, 0, :TK] != -torch.inf)[..., None])
     args = arguments(bias=bias)
     fused.forward(args, True)
     found = given[f"fused_sm{arch}"]
@@ -206,7 +206,7 @@ def test_which_values_are_shown(monkeypatch, kind, dtype):
     odd[:, :, 7:9] = True
     at = torch.randint(D, (B, HKV, TK, 1))
     value.scatter_(3, at, torch.where(odd[..., None], torch.tensor([torch.nan, torch.inf])[at % 2], 1.0).to(dtype))
-    found = bias_rows.shown_values(bias_rows.bias_rows(bias, query, TK), value)
+    found = bias_rows.shown_values(bias_rows.bias_rows(bias, query, TK), value, False)
     seen = (bias != -torch.inf).expand(B, H, TQ, TK).unflatten(1, (HKV, -1)).any(3).any(2)
     assert torch.equal(found[..., 0], seen | ~odd)
     assert not found.all()

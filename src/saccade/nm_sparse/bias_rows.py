@@ -37,15 +37,15 @@ def bias_rows(bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
     return bias.expand(*query.shape[:3], -1)
 
 
-def shown_values(bias: Tensor, value: Tensor) -> Tensor:
+def shown_values(bias: Tensor, value: Tensor, is_causal: bool) -> Tensor:
     """Whether each of the values `[B, Hkv, Tk, D]` may be multiplied by weights of 0, bool `[B, Hkv, Tk, 1]`. Finite ones may, and those of
     keys that a bias of `bias_rows` shows to a query of the heads that share them."""
     shown = torch.empty(*value.shape[:3], dtype=torch.bool, device=value.device)
-    run(shown_values_call, (value, bias, shown), (), lambda device: None)
+    run(shown_values_call, (value, bias, shown), (is_causal,), lambda device: None)
     return shown[..., None]
 
 
-def shown_values_call(value: Tensor, bias: Tensor, shown: Tensor, _: None) -> CudaLaunch:
+def shown_values_call(value: Tensor, bias: Tensor, shown: Tensor, is_causal: bool, _: None) -> CudaLaunch:
     """The launch as data, without running it."""
     batch, kv_heads, kv_len, head_dim = value.shape
     by_head, by_query = bias.shape[1] > 1 and bias.stride(1) != 0, bias.shape[2] > 1 and bias.stride(2) != 0
@@ -58,6 +58,7 @@ def shown_values_call(value: Tensor, bias: Tensor, shown: Tensor, _: None) -> Cu
     options = Options.of(
         {
             "THREADS": THREADS,
+            "CAUSAL": is_causal,
             "VALUE_BYTES": value.element_size(),
             "BIAS": bias.element_size(),
             "EXPONENT": f"{exponent}u",

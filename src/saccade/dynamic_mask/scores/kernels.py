@@ -92,8 +92,10 @@ def scores_kernel(
 def _narrowed(dz, x):
     """(dz in the dtype of x, the factor that was divided out of it)."""
     if x.dtype == tl.float16:
-        # gradients are often smaller than float16's numbers; by a power of two, so that the largest of a tile lies at 2^15
-        peak = tl.max(tl.max(tl.abs(dz), 1), 0)
+        # gradients are often smaller than float16's numbers; by a power of two, so that the largest of a tile lies at 2^15.
+        # An infinite one is left out, since the factor of its tile would make all others NaN.
+        size = tl.abs(dz)
+        peak = tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0)
         power = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         factor = tl.maximum(power, 1e-30) * 0.000030517578125
         return (dz / factor).to(x.dtype), factor

@@ -5,7 +5,7 @@
 //
 //   a warp    a key of a key head: its value, then the bias of 32 queries at a time, until one sees the key
 //
-// There is no instruction but those of CUDA C++. Compiled with THREADS, VALUE_BYTES and BIAS (bytes of a number, 2 or 4), EXPONENT (the bits of a value
+// There is no instruction but those of CUDA C++. Compiled with THREADS, CAUSAL, VALUE_BYTES and BIAS (bytes of a number, 2 or 4), EXPONENT (the bits of a value
 // that are all ones in an infinity or NaN), HIDDEN (the bits of a bias of -inf).
 typedef unsigned int u32;
 
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shown_values(
     bias += batch * bias_batch + (long long)head * heads * bias_head + key;
     for (int first = 0; !seen && first < heads * rows; first += 32) {
         const int n = first + lane;
-        seen = __any_sync(~0u, n < heads * rows && bias[n / rows * bias_head + n % rows * bias_row] != HIDDEN);
+        seen = __any_sync(~0u, n < heads * rows && (!CAUSAL || rows == 1 || n % rows >= key) && bias[n / rows * bias_head + n % rows * bias_row] != HIDDEN);
     }
     if (lane == 0) shown[(long long)blockIdx.x * kv_len + key] = seen;
 }

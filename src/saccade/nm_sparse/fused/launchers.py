@@ -61,7 +61,7 @@ def _with_bias(args: NMSparseArgs) -> NMSparseArgs:
         return args
     # a hidden value may be NaN, and a weight of 0 times NaN is NaN
     bias = bias_rows(args.bias, args.query, args.key.shape[2])
-    return args._replace(bias=bias, value=torch.where(shown_values(bias, args.value), args.value, 0))
+    return args._replace(bias=bias, value=torch.where(shown_values(bias, args.value, args.is_causal), args.value, 0))
 
 
 def _with_bits(args: NMSparseArgs) -> tuple[NMSparseArgs, KeyBits | QueryBits]:
