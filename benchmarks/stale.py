@@ -35,9 +35,11 @@ SHAPES = (
     "sm90.py", "token_launches.py", "tokens_sm90.py",
 )  # fmt: skip
 _WHOLE = ("exact/cpu.py", "encoders/*", "distributed/*")  # no kernels: every file counts
-# kind of rows of whole encoders -> files that no other rows of them run
+# file -> the kind of rows of whole encoders, or of N:M attention, that alone run it
 _STRINGS, _IMAGES, _TRAINING = "from strings", " images", "training"
+_BIAS = " bias"  # of rows of N:M attention
 _ONLY = {
+    "src/saccade/nm_sparse/cuda/shown_values.cu": _BIAS,
     **{f"src/saccade/encoders/{name}.py": _STRINGS for name in ("pipeline", "prefix", "strings", "together", "tokens")},
     **{f"src/saccade/encoders/{name}.py": _IMAGES for name in ("images", "padded")},
     **{f"src/saccade/encoders/{name}.py": _TRAINING for name in ("captured", "training")},
@@ -77,7 +79,7 @@ BY_LAUNCHES: dict[str, tuple[str, ...] | None] = {
 }  # fmt: skip
 # names that changed and nothing with them: the first is compared as the second
 RENAMED = {
-    "choice.kind_of": "kind_of", "choice.named": "named", "_varlen": "of_dense", "set_aside": "disable", "in_base_2": "to_log2",
+    "choice.kind_of": "kind_of", "choice.named": "named", "_varlen": "of_dense", "set_aside": "disable", "in_base_2": "to_log2", "with_bias": "_with_bias",
     **dict.fromkeys(("CudaLaunch", "RaggedCall", "AgreedCall"), "Call"),
     **dict.fromkeys(("QueryBlock", "KeyBlock"), "Work"),
     **{f"{kernel}Shared": "Shared" for kernel in (
@@ -177,6 +179,8 @@ def _kind(path: Path, row: Mapping[str, str]) -> Kind:
     if path.stem in ("encoders", "encoder_profile"):
         about = "" if row.get("direction") == "fwd" else _TRAINING
         problem = next((x for x in (_STRINGS, _IMAGES) if x in problem), about)
+    elif path.stem.startswith("nm_"):
+        problem = _BIAS if _BIAS in problem else ""
     elif path.stem not in BY_LAUNCHES:
         problem = ""
     return row["commit"], is_by_launches(path.stem, row), problem

@@ -78,10 +78,15 @@ def test_binaries_of_key_bits(architecture):
 
 
 @TARGETS
+@pytest.mark.parametrize("blocks", [None, (2, 4, 1, 2)], ids=["", "block mask"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_binaries_of_shown_values(dtype, architecture):
+def test_binaries_of_shown_values(dtype, blocks, architecture):
     value, bias = torch.ones(2, 2, 70, 64, dtype=dtype), torch.zeros(2, 4, 5, 70)
-    call = bias_rows.shown_values_call(value, bias, torch.empty(2, 2, 70, dtype=torch.bool), True, None)
+    tensors = (value, bias, torch.empty(2, 2, 70, dtype=torch.bool))
+    if blocks is None:
+        call = bias_rows.shown_values_call(*tensors, False, None)
+    else:
+        call = bias_rows.shown_by_blocks_call(*tensors, torch.ones(blocks, dtype=torch.bool), True, None)
     assert usage_of(call.source, call.options, architecture).stack == 0
 
 

@@ -363,6 +363,16 @@ def test_a_value_that_a_bias_and_the_causal_mask_hide_together(monkeypatch):
     torch.testing.assert_close(out.double(), expected(args)[0], rtol=0.01, atol=0.01)
 
 
+def test_a_value_that_a_bias_and_the_block_mask_hide_together(monkeypatch):
+    """The first 64 queries see keys 6 and 7 by the block mask alone, later ones by the bias alone."""
+    query, key, value = (torch.randn(1, 1, n, 16) for n in (128, 70, 70))
+    bias, blocks = torch.zeros(1, 1, 128, 70), torch.tensor([[[[True, False], [False, True]]]])
+    bias[..., :64, 6:8], value[..., 6, :] = -torch.inf, torch.nan
+    args = NMSparseArgs(query, key, value, None, bias, blocks, None, 1, 2, 0.0, False, 0.25)
+    out, *_ = forward(monkeypatch, args, Sm80Config(8, 2, tf32=True))
+    torch.testing.assert_close(out.double(), expected(args)[0], rtol=0.01, atol=0.01)
+
+
 LEAST = torch.finfo(torch.float32).min
 
 

@@ -18,6 +18,7 @@ from saccade.nm_sparse.fused import launchers as fused
 from saccade.nm_sparse.fused.config import pick_backward, pick_sm80, pick_sm90
 from saccade.nm_sparse.key_bits import KeyBits
 from saccade.nm_sparse.query_bits import QueryBits
+from saccade.nm_sparse.reference import whole_tiles
 from saccade.nvrtc import parameters_of
 
 B, H, HKV, TQ, TK, D = 2, 4, 2, 130, 200, 64
@@ -166,7 +167,9 @@ def test_forward_with_a_bias(given, monkeypatch, arch, kind):
     monkeypatch.setattr(fused, "arch_of", lambda device: arch)
     monkeypatch.setattr(fused, "addresses", lambda **tensors: tensors)
     monkeypatch.setattr(fused, "rows_map", lambda tensor, *box: tensor)
-    monkeypatch.setattr(fused, "shown_values", lambda bias, value, is_causal: (bias[:, ::2, 0, :TK] != -torch.inf)[..., None])
+    monkeypatch.setattr(
+        bias_rows, "shown_values", lambda bias, value, blocks, is_causal: (bias[:, ::2, 0, :TK] != -torch.inf)[..., None]
+    )
     args = arguments(bias=bias)
     fused.forward(args, True)
     found = given[f"fused_sm{arch}"]
@@ -191,7 +194,9 @@ def test_forward_with_a_bias(given, monkeypatch, arch, kind):
 @pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["full", "a head's", "a batch row's", "keys", "keys of heads", "queries", "float32"])
-def test_which_values_are_shown(monkeypatch, kind, dtype):
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("blocks", [None, (1, 1), (B, H)], ids=["", "one block mask", "block masks"])
+def test_which_values_are_shown(monkeypatch, kind, dtype, is_causal, blocks):
     """Values that are no numbers, of keys that are hidden from every query of the heads that share them."""
     monkeypatch.setattr(bias_rows, "run", lambda make, tensors, options, about: emulator.launch(make, tensors, *options, None))
     torch.manual_seed(0)
@@ -206,8 +211,11 @@ def test_which_values_are_shown(monkeypatch, kind, dtype):
     odd[:, :, 7:9] = True
     at = torch.randint(D, (B, HKV, TK, 1))
     value.scatter_(3, at, torch.where(odd[..., None], torch.tensor([torch.nan, torch.inf])[at % 2], 1.0).to(dtype))
-    found = bias_rows.shown_values(bias_rows.bias_rows(bias, query, TK), value, False)
-    seen = (bias != -torch.inf).expand(B, H, TQ, TK).unflatten(1, (HKV, -1)).any(3).any(2)
+    tiles = None if blocks is None else torch.rand(*blocks, -(-TQ // 64), -(-TK // 64)) < 0.5
+    found = bias_rows.shown_values(bias_rows.bias_rows(bias, query, TK), value, tiles, is_causal)
+    seen = (bias != -torch.inf).expand(B, H, TQ, TK)
+    seen = seen & torch.ones(TQ, TK, dtype=torch.bool).tril() if is_causal else seen
+    seen = (seen if tiles is None else seen & whole_tiles(tiles, TQ, TK, 64)).unflatten(1, (HKV, -1)).any(3).any(2)
     assert torch.equal(found[..., 0], seen | ~odd)
     assert not found.all()
 

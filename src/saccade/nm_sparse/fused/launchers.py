@@ -16,7 +16,7 @@ from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, addresses, strides
 from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse.args import NMSparseArgs
-from saccade.nm_sparse.bias_rows import bias_rows, shown_values
+from saccade.nm_sparse.bias_rows import with_bias
 from saccade.nm_sparse.bits import words_of
 from saccade.nm_sparse.fused import last_wave
 from saccade.nm_sparse.fused.config import Sm80Config, Sm90Config, padded_dim, pick_sm80, pick_sm90
@@ -41,7 +41,7 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_(), lse.fill_(-math.inf), kept
     _check_addresses(args)
-    args, keys = _with_bits(_with_bias(args))
+    args, keys = _with_bits(with_bias(args))
     arch = arch_of(query.device)
     by_query = _by_query(args)
     of_keys, biased = args.mask is not None and not by_query, args.bias is not None
@@ -53,15 +53,6 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
         shape = pick_sm80(query.shape[3], arch, args.pattern_n, args.is_causal, any(features), query.dtype == torch.float32)
         launch_sm80(args, shape, out, lse, kept, keys)
     return out, lse, kept
-
-
-def _with_bias(args: NMSparseArgs) -> NMSparseArgs:
-    """The arguments with their bias as the kernels read it; values that it hides from all queries are zeros."""
-    if args.bias is None:
-        return args
-    # a hidden value may be NaN, and a weight of 0 times NaN is NaN
-    bias = bias_rows(args.bias, args.query, args.key.shape[2])
-    return args._replace(bias=bias, value=torch.where(shown_values(bias, args.value, args.is_causal), args.value, 0))
 
 
 def _with_bits(args: NMSparseArgs) -> tuple[NMSparseArgs, KeyBits | QueryBits]:
