@@ -10,6 +10,7 @@ import torch
 import saccade
 from saccade.engine.layout import empty_like_heads, on_16_bytes, shares_memory
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, T, D = 2, 3, 5, 8
 
 
@@ -87,11 +88,11 @@ def test_what_begins_on_16_bytes_stays_and_all_else_is_copied():
 def test_results_lie_as_the_query_does(order, backend):
     """Out and dq lie as query, dk and dv as key and value, in any order of batch, heads and time."""
     sizes, back = [(2, 3, 5)[axis] for axis in order], [order.index(axis) for axis in range(3)]
-    q, k, v = (torch.randn(*sizes, 16).permute(*back, 3).requires_grad_() for _ in range(3))
+    q, k, v = (torch.randn(*sizes, 16, device=DEVICE).permute(*back, 3).requires_grad_() for _ in range(3))
     assert q.shape == (2, 3, 5, 16)
     out = saccade.attention(q, k, v, backend=backend)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    if backend != "auto":  # on a CPU torch's own function, which lays results out by itself
+    if backend != "auto":  # torch's own function, which lays results out by itself
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
         assert all(x.stride() == q.stride() for x in (out, *gradients))
