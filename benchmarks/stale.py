@@ -79,7 +79,7 @@ BY_LAUNCHES: dict[str, tuple[str, ...] | None] = {
 }  # fmt: skip
 # names that changed and nothing with them: the first is compared as the second
 RENAMED = {
-    "choice.kind_of": "kind_of", "choice.named": "named", "_varlen": "of_dense", "set_aside": "disable", "in_base_2": "to_log2", "with_bias": "_with_bias",
+    "choice.kind_of": "kind_of", "choice.named": "named", "_varlen": "of_dense", "set_aside": "disable", "in_base_2": "to_log2", "with_bias": "_with_bias", "with_bits": "_with_bits",
     **dict.fromkeys(("CudaLaunch", "RaggedCall", "AgreedCall"), "Call"),
     **dict.fromkeys(("QueryBlock", "KeyBlock"), "Work"),
     **{f"{kernel}Shared": "Shared" for kernel in (

@@ -373,6 +373,23 @@ def test_a_value_that_a_bias_and_the_block_mask_hide_together(monkeypatch):
     torch.testing.assert_close(out.double(), expected(args)[0], rtol=0.01, atol=0.01)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_a_value_that_a_mask_and_the_block_mask_hide_together(monkeypatch, by_head, is_causal):
+    """One of two rows of blocks, or heads that share keys, sees keys 6 and 7 by the block mask alone, the other by the mask alone."""
+    query, key, value = (torch.randn(1, h, n, 16) for h, n in ((2, 128), (1, 70), (1, 70)))
+    mask, blocks = torch.ones(1, 2, 128, 70, dtype=torch.bool), torch.ones(1, 2, 2, 2, dtype=torch.bool)
+    if by_head:
+        mask, blocks[:, 1, :, 0] = mask[:, :, :1].clone(), False
+        mask[:, 0, :, 6:8] = False
+    else:
+        mask[:, :, :64, 6:8], blocks[:, :, 1, 0] = False, False
+    value[..., 6:8, :] = torch.nan
+    args = NMSparseArgs(query, key, value, mask, None, blocks, None, 1, 2, 0.0, is_causal, 0.25)
+    out, *_ = forward(monkeypatch, args, Sm80Config(8, 2, tf32=True))
+    torch.testing.assert_close(out.double(), expected(args)[0], rtol=0.01, atol=0.01)
+
+
 LEAST = torch.finfo(torch.float32).min
 
 

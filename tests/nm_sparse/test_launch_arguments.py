@@ -10,7 +10,7 @@ import torch
 
 import saccade
 from saccade.errors import InvalidArgument
-from saccade.nm_sparse import bias_rows
+from saccade.nm_sparse import bias_rows, mask_bits
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.backward_sm90 import launchers as backward
 from saccade.nm_sparse.backward_sm90 import one_pass
@@ -119,7 +119,7 @@ def test_forward_with_a_mask_of_queries(given, monkeypatch, arch):
     seen[:, :, 7] = False
     seen[0, 2, 9] = False  # seen by the other head of these keys
     packed = QueryBits(bits, tiles, seen)
-    monkeypatch.setattr(fused, "pack_queries", lambda *given: packed)
+    monkeypatch.setattr(mask_bits, "pack_queries", lambda *given: packed)
     monkeypatch.setattr(fused, "arch_of", lambda device: arch)
     monkeypatch.setattr(fused, "addresses", lambda **tensors: tensors)
     monkeypatch.setattr(fused, "rows_map", lambda tensor, *box: tensor)

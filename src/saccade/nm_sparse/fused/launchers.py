@@ -21,9 +21,9 @@ from saccade.nm_sparse.bits import words_of
 from saccade.nm_sparse.fused import last_wave
 from saccade.nm_sparse.fused.config import Sm80Config, Sm90Config, padded_dim, pick_sm80, pick_sm90
 from saccade.nm_sparse.fused.last_wave import Split
-from saccade.nm_sparse.key_bits import NO_KEYS, KeyBits, narrowed, pack_keys
-from saccade.nm_sparse.problem import BLOCK
-from saccade.nm_sparse.query_bits import QueryBits, is_by_query, pack_queries
+from saccade.nm_sparse.key_bits import NO_KEYS, KeyBits
+from saccade.nm_sparse.mask_bits import with_bits
+from saccade.nm_sparse.query_bits import QueryBits, is_by_query
 from saccade.nvrtc import Options, Source, TensorMap, load, tensor_map
 
 SM90 = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu", (HEADERS,))
@@ -41,7 +41,7 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_(), lse.fill_(-math.inf), kept
     _check_addresses(args)
-    args, keys = _with_bits(with_bias(args))
+    args, keys = with_bits(with_bias(args))
     arch = arch_of(query.device)
     by_query = _by_query(args)
     of_keys, biased = args.mask is not None and not by_query, args.bias is not None
@@ -53,26 +53,6 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
         shape = pick_sm80(query.shape[3], arch, args.pattern_n, args.is_causal, any(features), query.dtype == torch.float32)
         launch_sm80(args, shape, out, lse, kept, keys)
     return out, lse, kept
-
-
-def _with_bits(args: NMSparseArgs) -> tuple[NMSparseArgs, KeyBits | QueryBits]:
-    """The arguments with their mask as bits. Values that it hides from all queries are zeros. If the mask differs by query, the block
-    mask hides the tiles that no query sees."""
-    mask, (kv_heads, kv_len) = args.mask, args.key.shape[1:3]
-    if mask is None:
-        return args, NO_KEYS
-    packed: KeyBits | QueryBits
-    if is_by_query(mask, args.is_causal):
-        packed = pack_queries(mask, args.query.shape[2], kv_len, args.is_causal)
-        tiles = packed.tiles.expand(-1, -1, -(-args.query.shape[2] // BLOCK), -1)
-        args = args._replace(block_mask=tiles if args.block_mask is None else tiles & args.block_mask)
-        seen = packed.keys if packed.keys.shape[1] == 1 else packed.keys.unflatten(1, (kv_heads, -1)).any(2)
-        seen = seen[..., None]
-    else:
-        packed = pack_keys(mask, kv_len)
-        seen = narrowed(mask).mT
-    # a hidden value may be NaN, and a weight of 0 times NaN is NaN
-    return args._replace(value=torch.where(seen, args.value, 0)), packed
 
 
 def _check_addresses(args: NMSparseArgs) -> None:
