@@ -291,7 +291,7 @@ def test_tables_of_launches_are_tables_of_exact_attention():
 
 
 def test_a_kernel_for_biases_ages_no_row_without_one():
-    """Of N:M attention: what looks for NaN under a bias runs with a bias alone."""
+    """N:M attention looks for NaN under a bias, and its kernel for that runs with a bias alone."""
     file, path = "src/saccade/nm_sparse/cuda/shown_values.cu", Path("nm_masks.csv")
     kinds = [
         stale._kind(path, {"problem": f"nm_sparse(B=2 bf16{x})", "commit": "abc"})[2] for x in (" bias of heads", " mask", "")
