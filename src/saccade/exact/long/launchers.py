@@ -30,7 +30,9 @@ def _mask_of(args: AttentionArgs) -> Tensor | None:
 def _bias_of(args: AttentionArgs) -> tuple[Tensor, ...]:
     """The bias as the copy engine reads it, if there is one."""
     bias = of_dense(args).bias
-    return () if bias is None else (readable(bias),)
+    if bias is None:
+        return ()
+    return (readable(bias),)
 
 
 class _Known(NamedTuple):
@@ -46,15 +48,15 @@ class _Known(NamedTuple):
 def _known(args: AttentionArgs, key: Hashable, *moved: Tensor) -> _Known | None:
     """The known parts of a call if its tensors may be moved as they are. They lie as at the first call, but perhaps at odd addresses."""
     found = None if args.launches is None else args.launches.get(key)
-    return None if found is None or any(x.data_ptr() % 16 for x in moved) else found
+    bias = () if args.bias is None else (args.bias,)
+    return None if found is None or any(x.data_ptr() % 16 for x in (*moved, *bias)) else found
 
 
-def _forward_key(bias: tuple[Tensor, ...]) -> tuple:
-    return "long forward", *[x.stride() for x in bias]
+_FORWARD = "long forward"
 
 
-def _backward_key(dout: Tensor, out: Tensor, lse: Tensor, packed: bool, bias: tuple[Tensor, ...]) -> tuple:
-    return "long backward", dout.stride(), out.stride(), lse.stride(), packed, *[x.stride() for x in bias]
+def _backward_key(dout: Tensor, out: Tensor, lse: Tensor, packed: bool) -> tuple:
+    return "long backward", dout.stride(), out.stride(), lse.stride(), packed
 
 
 def _movable(tensor: Tensor) -> Tensor:
@@ -70,31 +72,33 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """out laid out like query, lse float32 `[B, H, Tq]`. Raises as `sm90.forward`."""
     query = args.query
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    bias = _bias_of(args)
-    key = _forward_key(bias)
-    known = _known(args, key, *args[:3])
+    known = _known(args, _FORWARD, *args[:3])
     if known is not None:
         (out,) = known.results(query)
-        sm90.run_forward(known.plan, (*args[:3], out, *bias), _lengths_at(args), lse, _mask_of(args), args.seed)
+        sm90.run_forward(known.plan, (*args[:3], out, *_bias_of(args)), _lengths_at(args), lse, _mask_of(args), args.seed)
         return out, lse
-    call = of_dense(args)
+    call, bias = of_dense(args), _bias_of(args)
     moved = [_movable(x) for x in call[:3]]
     out = empty_like_heads(moved[0])
     if out.numel() == 0 or moved[1].numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     plan = sm90.plan_forward(call._replace(query=moved[0], key=moved[1], value=moved[2], bias=next(iter(bias), None)), out)
-    if args.launches is not None and all(x is y for x, y in zip(moved, call, strict=False)):
-        args.launches.remember(key, _Known(plan, ((out.shape, out.stride()),)))
+    if args.launches is not None and all(x is y for x, y in zip(moved, call, strict=False)) and _at_units(args.bias):
+        args.launches.remember(_FORWARD, _Known(plan, ((out.shape, out.stride()),)))
     sm90.run_forward(plan, (*moved, out, *bias), _lengths_at(args), lse, call.mask, args.seed)
     return out, lse
+
+
+def _at_units(bias: Tensor | None) -> bool:
+    """Whether a bias, if there is one, begins at an address that the copy engine can read."""
+    return bias is None or bias.data_ptr() % 16 == 0
 
 
 def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *, bias_grad: bool, packed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk and dv, views of `packed` if it is given, and dbias. Raises as `sm90.forward`."""
-    bias = _bias_of(args)
-    key = _backward_key(dout, out, lse, packed is not None, bias)
+    key = _backward_key(dout, out, lse, packed is not None)
     known = _known(args, key, *args[:3], dout, out)
     query, key_, value, dlse = *args[:3], None if dlse is None else dlse.contiguous()
     if known is None:
@@ -103,11 +107,12 @@ def backward(
     dq, dk, dv = gradients = _gradients(known, (query, key_, value), packed)
     if query.numel() == 0 or key_.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(args.bias) if args.bias is not None and bias_grad else None
+    bias = _bias_of(args)
     if known is None:
         call = of_dense(args)._replace(query=query, key=key_, value=value, bias=next(iter(bias), None))
         known = _Known(sm90.plan_backward(call, dout, out, gradients), tuple([(x.shape, x.stride()) for x in gradients]))
         as_it_is = (dout.stride(), out.stride(), lse.stride()) == key[1:4] and all(map(operator.is_, call[:3], args[:3]))
-        if args.launches is not None and as_it_is:
+        if args.launches is not None and as_it_is and _at_units(args.bias):
             args.launches.remember(key, known)
     moved = query, key_, value, dout, out, *bias
     if args.bias is not None:
