@@ -15,6 +15,7 @@ import linecache
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,7 @@ class Cuda:
 
 def pretend(found: list[Any]) -> None:
     """Put what notes launches in the place of what makes them, in every module of `saccade` that is loaded."""
+    importlib.import_module("saccade.exact.backends")  # which `chosen` asks
     places = {
         "arch_of": lambda device: _ARCH, "multiprocessors": lambda device: _MULTIPROCESSORS, "first_launch": Triton(found),
         "load": Cuda(found), "tensor_map": lambda *about: about, "capture_id": lambda device: int(torch.cuda.is_current_stream_capturing()),
@@ -157,11 +159,8 @@ def launches_of(launchers: Any, problem: str, captured: bool, found: list[Any]) 
     torch.cuda.is_current_stream_capturing = lambda: captured
     with Pretended(), Work(found):
         args, dout, options = (_varlen if _is_packed(problem) else _dense)(problem)
-        try:
-            out, lse = launchers.forward(args)
-            launchers.backward(args, dout, None, out, lse, **options)
-        except KeyError as error:  # `auto` takes another backend for a problem that these kernels have no configuration for
-            found.append(f"no configuration for {error}")
+        out, lse = launchers.forward(args)
+        launchers.backward(args, dout, None, out, lse, **options)
     return json.loads(json.dumps(found))
 
 
@@ -221,20 +220,33 @@ def _varlen(problem: str) -> tuple[Any, Tensor, dict[str, Any]]:
     return VarlenArgs(query, key, value, ends, ends, None, _seed_of(problem)[0], *numbers), dout, {"bias_grad": False}
 
 
-def problems_of(backend: str, commit: str, results: Path = RESULTS) -> list[str]:
-    """The problems of rows that measured a backend at a commit. Those of `auto` may be of any, but of a shared bias are measured
-    by name too."""
+def chosen(backend: str, problem: str) -> bool:
+    """Whether `auto` takes a backend for a dense problem, where host time does not count."""
+    from saccade.exact.backends import BACKENDS
+    from saccade.exact.problem import problem_of
+
+    if _is_packed(problem):
+        return True
+    with Pretended():
+        args, _, options = _dense(problem)
+        described = replace(problem_of(args), needs_grad=True, bias_grad=options["bias_grad"], host_counts=False)
+        (found,) = (x for x in BACKENDS if x.name == backend)
+        return not found.why_not(described) and found.prefers(described)
+
+
+def problems_of(backend: str, commit: str, results: Path = RESULTS, taken: Callable[[str, str], bool] = chosen) -> list[str]:
+    """The problems of rows that measured a backend at a commit: by name, or by `auto` if it takes the backend for them. Those of a shared bias are
+    measured by name too."""
     found: dict[str, None] = {}
-    named = (backend,) if backend == "shared_bias" else (backend, "auto")
     for path in (path for table in BY_LAUNCHES for path in sorted(results.glob(f"h?00/{table}.csv"))):
+        by_auto = backend != "shared_bias" and path.stem != "shared_bias"
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
-                taken = (
-                    row["commit"] == commit
-                    and row["backend"] in (named if path.stem != "shared_bias" else named[:1])
-                )
-                if taken and (backend == "ragged" or not _is_packed(row["problem"])):
-                    found[row["problem"]] = None
+                problem, named = row["problem"], row["backend"] == backend
+                if row["commit"] != commit or problem in found or (_is_packed(problem) and backend != "ragged"):
+                    continue
+                if named or (by_auto and row["backend"] == "auto" and taken(backend, problem)):
+                    found[problem] = None
     return list(found)
 
 

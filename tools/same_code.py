@@ -303,7 +303,10 @@ def main(
         found = compared(changed, before, commit)
     known = SAME_CODE.read_text(encoding="utf-8")
     lines = [f"{name},{','.join(codes[name])},{measured}\n" for name, (same, measured) in found.items() if same]
-    lines += [f"{name},{ABSENT},{code_of(text, name)},{_absent_at(name, commit)}\n" for name, text in unused(texts, codes, found).items()]
+    lines += [
+        f"{name},{ABSENT},{code_of(text, name)},{_absent_at(name, commit)}\n"
+        for name, text in unused(texts, codes, found).items()
+    ]
     SAME_CODE.write_text(known + "".join(line for line in lines if line not in known), encoding="utf-8")
     for name, (same, _) in found.items():
         print(f"{name}: {'the same' if same else 'other instructions or launches'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 
 import pytest
@@ -112,18 +113,38 @@ def test_launches_are_compared_without_a_gpu(backend, tmp_path):
     assert edited(*GRIDS[backend])["launches"] != found["launches"]
 
 
-def test_the_problems_of_a_commit_are_those_of_rows_that_measure_the_device(tmp_path):
+def test_the_problems_of_a_commit_are_those_of_rows_that_measure_a_backend(tmp_path):
     path = tmp_path / "h100" / "short_sizes.csv"
     path.parent.mkdir()
     rows = [
         ("attention(B=1)", "auto", "kernel", "abc"), ("attention(B=2)", "auto", "", "abc"), ("attention(B=3)", "short", "kernel", "def"),
-        ("attention(B=4)", "sdpa", "kernel", "abc"), ("attention(B=5)", "long", "kernel", "abc"),
+        ("attention(B=4)", "sdpa", "kernel", "abc"), ("attention(B=5)", "long", "kernel", "abc"), ("attention_varlen(B=6)", "auto", "", "abc"),
     ]  # fmt: skip
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([("problem", "backend", "note", "commit"), *rows])
-    assert launches.problems_of("short", "abc", tmp_path) == ["attention(B=1)"]
-    assert launches.problems_of("long", "abc", tmp_path) == ["attention(B=1)", "attention(B=5)"]
-    assert launches.problems_of("short", "ghi", tmp_path) == []
+
+    def found(backend: str, commit: str) -> str:
+        made = launches.problems_of(backend, commit, tmp_path, lambda name, problem: "B=2" not in problem or name == "long")
+        return "".join(re.findall(r"\d", "".join(made)))
+
+    assert [found(*x) for x in (("short", "abc"), ("long", "abc"), ("ragged", "abc"), ("short", "ghi"))] == ["1", "125", "16", ""]
+
+
+@pytest.mark.skipif(bool(obstacles("90a")), reason="needs NVRTC")
+@pytest.mark.parametrize(
+    ("problem", "taken"),
+    [
+        ("attention(B=1024 H=8 Tq=197 Tk=197 D=64 bf16 grad sm_90)", "long"),
+        ("attention(B=1024 H=8 Tq=49 Tk=49 D=32 bf16 bias[1x8x49x49]+grad grad sm_90)", "short"),
+        ("attention(B=32 H=8 Tq=64 Tk=64 D=64 bf16 bias[32x1x1x64] grad sm_90)", "short"),
+        ("attention(B=256 H=3 Tq=343 Tk=343 D=16 bf16 bias[64x3x343x343]+grad windows=64 grad sm_90)", "long"),
+    ],
+)
+def test_what_auto_takes_is_known_without_a_gpu(problem, taken):
+    program = "import json, sys; from tools import launches; launches.pretend([]); print(json.dumps([launches.chosen(x, sys.argv[1]) for x in ('short', 'long')]))"
+    found = same_code._printed(same_code.ROOT, ["-c", program, problem], same_code.ROOT)
+    assert found[taken == "long"]
+    assert found[1] == (taken == "long")
 
 
 def test_files_count_where_their_backend_was_measured(monkeypatch):
