@@ -277,7 +277,7 @@ def test_a_packed_encoder_follows_hooks_config_and_pooler(packed):
     seen = []
     handle = _layer(ours).register_forward_hook(lambda *given: seen.append(1))
     same_tokens(ours, theirs, batch)
-    assert (seen, one.last) == ([1], "unpadded: a module inside of it has a hook, which a replay would not call")
+    assert (seen, one.last) == ([1], "stock: a module inside of it has a hook, which a replay would not call")
     handle.remove()
     same_tokens(ours, theirs, batch)
     assert one.last.startswith("captured")

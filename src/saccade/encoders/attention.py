@@ -28,8 +28,8 @@ class Borders:
 
 
 @contextlib.contextmanager
-def packed(borders: Borders) -> Iterator[Borders]:
-    """Every attention layer of this thread is given these borders."""
+def packed(borders: Borders | None) -> Iterator[Borders | None]:
+    """Every attention layer of this thread is given these borders, None for those of a padded batch."""
     before = getattr(_running, "borders", None)
     _running.borders = borders
     try:
