@@ -15,7 +15,7 @@ from padded_made import made_padded
 from torch import nn
 
 import saccade
-from saccade.encoders import attention, graphs
+from saccade.encoders import attention, gpu, graphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
 
@@ -270,6 +270,16 @@ def test_a_packed_encoder_is_captured_anew(packed, change):
     for _ in range(2):
         same_tokens(ours, theirs, batch)
     assert len(one.graphs) == count + 1
+
+
+def test_graphs_of_weights_that_were_replaced_do_not_add_up(packed, monkeypatch):
+    ours, theirs, one, batch = packed
+    monkeypatch.setattr(gpu, "_MOST_GRAPHS", 3)
+    for _ in range(5):
+        for model in (ours, theirs):
+            NEW_GRAPH["parameter"](model)
+        same_tokens(ours, theirs, batch)
+        assert len(one.graphs) <= 3
 
 
 def test_a_packed_encoder_follows_hooks_config_and_pooler(packed):

@@ -224,7 +224,8 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
         model: an encoder of transformers, with or without a head; ViT, CLIP, SigLIP or DINOv2; timm's `VisionTransformer`; a
             `SentenceTransformer`, `CrossEncoder` or `SparseEncoder`; or any module that holds one. Ids on the host are packed there, and copied
             to the GPU once.
-        memory: the share of the GPU's free memory that graphs may hold, above 0 and at most 1. The least recently used graphs are freed first.
+        memory: the share of the GPU's free memory that graphs may hold, above 0 and at most 1. The least recently used graphs are freed first, as
+            are those beyond 1,024.
         fuse: on a GPU, torch.compile fuses the operations between the matrix products, and query, key and value become one
             product. Each mode and dtype is compiled once for all sizes, before its first capture, in some 5 to 35 s; `explain()` shows the time.
             The weights of that product are moved side by side in memory, each still a tensor of its own. False turns fusion off. None, the
