@@ -66,7 +66,7 @@ def derived_forward(model: Any) -> str:
     """The name of a class inside a model that derives from one of transformers and replaces its forward; empty if there is none."""
     for kind in {type(m): None for m in model.modules()}:
         derives = any(base.__module__.startswith("transformers.") for base in kind.__mro__)
-        if derives and not kind.forward.__module__.startswith(("transformers.", "torch.")):
+        if derives and not str(getattr(kind.forward, "__module__", "")).startswith(("transformers.", "torch.")):
             return kind.__name__
     return ""
 

@@ -243,7 +243,7 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
 
     * calls with `output_attentions`, `output_hidden_states`, a cache, 4-D masks or embeddings in place of ids;
     * calls whose mask hides tokens that are no padding, or padding between tokens in a model with sliding windows;
-    * calls of encoders with hooks inside;
+    * calls of encoders with hooks inside, or with a `forward` that was put on a part;
     * traced and captured calls, and those that a `TorchDispatchMode` sees, as a FLOP counter does.
     """
     if not isinstance(model, nn.Module):
