@@ -53,7 +53,7 @@ def why_not(model: Any, embeds: bool, head: Any = None) -> str:
         return f"{type(head).__name__} compares all columns of a row, padding too, whose outputs are 0 in a packed model"
     derived = derived_forward(model)
     if derived:
-        return f"{derived} has a forward of its own, which may mix tokens"
+        return derived
     embedding = getattr(config, "position_embedding_type", None) or "absolute"
     if embedding != "absolute":
         return f"position_embedding_type is {embedding!r}; relative positions are those of the padded batch"
@@ -63,11 +63,11 @@ def why_not(model: Any, embeds: bool, head: Any = None) -> str:
 
 
 def derived_forward(model: Any) -> str:
-    """The name of a class inside a model that derives from one of transformers and replaces its forward; empty if there is none."""
+    """A sentence on a class inside a model that derives from one of transformers and replaces its forward; empty if there is none."""
     for kind in {type(m): None for m in model.modules()}:
         derives = any(base.__module__.startswith("transformers.") for base in kind.__mro__)
         if derives and not str(getattr(kind.forward, "__module__", "")).startswith(("transformers.", "torch.")):
-            return kind.__name__
+            return f"{kind.__name__} has a forward of its own, which may mix the tokens or rows of a batch"
     return ""
 
 

@@ -261,7 +261,7 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
         if isinstance(base.__dict__.get("forward"), _Forward):
             raise InvalidArgument(f"{type(base).__name__} is optimised already; call restore() of the first handle")
         tower = images.tower_of(base)
-        reason = families.why_not(base, embeds, head) if tower is None else images.why_not(base)
+        reason = families.why_not(base, embeds, head) if tower is None else images.why_not(base) or families.derived_forward(base)
         as_it_is = padded.encoder(base, float(memory), reason) if reason and tower is None else None
         if fuse and (as_it_is is not None or tower is images.TIMM):
             left.append(f"{type(base).__name__}: not fused: only packed encoders and towers of transformers are")
