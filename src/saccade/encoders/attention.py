@@ -38,6 +38,11 @@ def packed(borders: Borders | None) -> Iterator[Borders | None]:
         _running.borders = before
 
 
+def is_packed() -> bool:
+    """Whether `packed` is active in this thread."""
+    return getattr(_running, "borders", None) is not None
+
+
 def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any) -> Any:
     """`attention_forward`, packed while `packed` is active."""
     borders: Borders | None = getattr(_running, "borders", None)

@@ -102,6 +102,8 @@ class Encoder:
         """The model's own forward. Only eager attention gives weights, so a model that had it has it for a call that asks for them."""
         if torch.compiler.is_compiling():
             return self.stock(*args, **kwargs)
+        if not attention.is_packed():
+            return self._as_stock(args, kwargs)
         with attention.packed(None):  # a part of another encoder, which is packed, may make this call
             return self._as_stock(args, kwargs)
 
