@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from saccade.encoders import base
+from saccade.integrations.transformers import attention_forward
 
 
 class Graph:
@@ -81,7 +82,9 @@ def _nothing(*given, **options):
 
 
 def packed_attention(module, query, key, value, attention_mask, **options):
-    """Attention of packed tokens whose operations do not depend on lengths, as those of the reference on a CPU do."""
+    """Attention of packed tokens whose operations do not depend on lengths, as those of the reference on a CPU do. Padded tokens get the real one."""
+    if "cu_seq_lens_q" not in options:
+        return attention_forward(module, query, key, value, attention_mask, **options)
     ends, rows = options["cu_seq_lens_q"], torch.arange(query.shape[2])
     sequence = torch.bucketize(rows, ends[1:], right=True)
     seen = sequence[:, None] == sequence[None, :]

@@ -15,7 +15,7 @@ from padded_made import made_padded
 from torch import nn
 
 import saccade
-from saccade.encoders import attention, graphs
+from saccade.encoders import attention, gpu, graphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
 
@@ -272,12 +272,22 @@ def test_a_packed_encoder_is_captured_anew(packed, change):
     assert len(one.graphs) == count + 1
 
 
+def test_graphs_of_weights_that_were_replaced_do_not_add_up(packed, monkeypatch):
+    ours, theirs, one, batch = packed
+    monkeypatch.setattr(gpu, "_MOST_GRAPHS", 3)
+    for _ in range(5):
+        for model in (ours, theirs):
+            NEW_GRAPH["parameter"](model)
+        same_tokens(ours, theirs, batch)
+        assert len(one.graphs) <= 3
+
+
 def test_a_packed_encoder_follows_hooks_config_and_pooler(packed):
     ours, theirs, one, batch = packed
     seen = []
     handle = _layer(ours).register_forward_hook(lambda *given: seen.append(1))
     same_tokens(ours, theirs, batch)
-    assert (seen, one.last) == ([1], "unpadded: a module inside of it has a hook, which a replay would not call")
+    assert (seen, one.last) == ([1], "stock: a module inside of it has a hook, which a replay would not call")
     handle.remove()
     same_tokens(ours, theirs, batch)
     assert one.last.startswith("captured")

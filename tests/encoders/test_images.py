@@ -51,6 +51,20 @@ def test_a_head_is_left_and_its_base_is_served():
     assert len(saccade.optimize(projected).served) == 1
 
 
+class _Centred(transformers.ViTModel):
+    """A tower whose own forward mixes the images of a batch."""
+
+    def forward(self, pixel_values):
+        found = super().forward(pixel_values)
+        found.pooler_output = found.pooler_output - found.pooler_output.mean(0)
+        return found
+
+
+def test_a_class_with_a_forward_of_its_own_is_not_changed():
+    with pytest.raises(saccade.InvalidArgument, match="_Centred has a forward of its own"):
+        saccade.optimize(_Centred(transformers.ViTConfig(**IMAGES["vit"][2])))
+
+
 def test_restore_and_copies():
     ours, theirs = made_tower("vit")
     keys, implementation, signature = set(ours.__dict__), ours.config._attn_implementation, inspect.signature(ours.forward)

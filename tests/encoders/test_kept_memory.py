@@ -95,7 +95,7 @@ def test_a_forward_that_is_put_on_a_part_is_called(served):
         part.forward = doubled(part)
     same_gradients(ours, theirs)
     assert calls == parts
-    assert one.last == "unpadded: a module inside of it has a forward of its own, which a replay would not call"
+    assert one.last == "stock: a module inside of it has a forward of its own, which a replay would not call"
     for part in parts:
         del part.forward
     for model in (ours, theirs):

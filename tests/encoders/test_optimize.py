@@ -104,6 +104,17 @@ def test_heads_see_the_padded_output(head):
     assert handle.served[0].last == "unpadded"
 
 
+def test_a_head_that_compares_padded_columns_is_not_packed():
+    torch.manual_seed(0)
+    ours = transformers.BertForQuestionAnswering(transformers.BertConfig(**SIZES)).double().eval()
+    theirs = copy.deepcopy(ours)
+    handle = saccade.optimize(ours)
+    ids, mask = padded((5, 9, 2))
+    asked = {"start_positions": torch.tensor([1, 2, 0]), "end_positions": torch.tensor([3, 8, 1])}
+    torch.testing.assert_close(*(m(input_ids=ids, attention_mask=mask, **asked).loss for m in (ours, theirs)))
+    assert "BertForQuestionAnswering compares all columns of a row" in handle.explain()
+
+
 def test_dropout_differs_at_each_step_and_follows_the_seed():
     ours, _ = made("bert")
     saccade.optimize(ours.train())
@@ -284,15 +295,73 @@ def test_state_dict_and_save_pretrained_are_stocks(tmp_path):
     assert again.config.architectures == ["BertModel"]
 
 
-def test_hooks_inside_of_the_encoder_are_called():
+def test_hooks_inside_of_the_encoder_see_the_padded_batch():
     ours, theirs = made("bert")
     seen = []
-    ours.encoder.layer[0].register_forward_hook(lambda *given: seen.append(1))
     saccade.optimize(ours.eval())
+    batch = padded((5, 9))
     with torch.no_grad():
-        batch = padded((5, 9))
-        torch.testing.assert_close(ours(*batch)[0][batch[1].bool()], theirs.eval()(*batch)[0][batch[1].bool()])
-    assert seen
+        ours(*batch)
+        for model in (ours, theirs.eval()):
+            model.encoder.layer[0].register_forward_hook(lambda module, given, found: seen.append(found))
+            model(*batch)
+    torch.testing.assert_close(*seen)
+
+
+class _Mixed(transformers.BertModel):
+    """An encoder whose own forward mixes the tokens of a row."""
+
+    def forward(self, *args, **kwargs):
+        found = super().forward(*args, **kwargs)
+        found.last_hidden_state = found.last_hidden_state.cumsum(1)
+        return found
+
+    forward.__signature__ = inspect.signature(transformers.BertModel.forward)
+
+
+class _MixedLayer(type(made("bert")[0].encoder.layer[0])):
+    """A layer that does so."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(hidden_states, *args, **kwargs).cumsum(1)
+
+
+@pytest.mark.parametrize("part", ["model", "layer"])
+def test_a_class_with_a_forward_of_its_own_is_not_packed(part):
+    config = transformers.BertConfig(**SIZES)
+    ours = (_Mixed if part == "model" else transformers.BertModel)(config).eval()
+    if part == "layer":
+        ours.encoder.layer[1] = _MixedLayer(config).eval()
+    theirs = copy.deepcopy(ours)
+    handle = saccade.optimize(ours)
+    ids, mask = padded((5, 9))
+    torch.testing.assert_close(ours(ids, attention_mask=mask)[0][mask.bool()], theirs(ids, attention_mask=mask)[0][mask.bool()])
+    assert f"not packed: {'_Mixed' if part == 'model' else '_MixedLayer'} has a forward of its own" in handle.explain()
+
+
+class _Asks(torch.nn.Module):
+    """A linear layer that calls another encoder."""
+
+    def __init__(self, linear, other, batch):
+        super().__init__()
+        self.linear, self.call = linear, functools.partial(other, *batch, output_hidden_states=True)
+        self.found = None
+
+    def forward(self, x):
+        self.found = self.call()[0]
+        return self.linear(x)
+
+
+def test_a_part_of_one_encoder_calls_another():
+    (ours, _), (other, theirs) = made("bert"), made("bert", num_hidden_layers=1)
+    ids, mask = padded((12,), width=14)
+    saccade.optimize(other.eval())
+    asks = ours.encoder.layer[0].output.dense = _Asks(ours.encoder.layer[0].output.dense, other, (ids, mask))
+    handle = saccade.optimize(ours.eval())
+    with torch.no_grad():
+        ours(*padded((5, 9)))
+        torch.testing.assert_close(asks.found, theirs.eval()(ids, mask)[0])
+    assert handle.served[0].last == "unpadded"
 
 
 def test_a_second_implementation_that_the_user_chooses_is_respected():

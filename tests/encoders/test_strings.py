@@ -610,6 +610,15 @@ def test_predict(tokenizer_folder, labels, options):
         check(model, inputs, method="predict", **options)
 
 
+def test_an_old_name_of_an_argument_has_its_effect(tokenizer_folder):
+    saved(tokenizer_folder, *CLASSIFIER[:2], {"num_labels": 3})
+    model = sentence_transformers.CrossEncoder(str(tokenizer_folder), device="cpu")
+    stock = model.predict(PAIRS, activation_fct=torch.nn.Tanh())
+    with saccade.optimize(model) as handle:
+        same(model.predict(PAIRS, activation_fct=torch.nn.Tanh()), stock)
+        assert last(handle) == "stock: activation_fct is given"
+
+
 def test_padding_on_the_left_that_a_head_reads_is_stock(tokenizer_folder):
     saved(tokenizer_folder, "XLMRobertaForSequenceClassification", *ROBERTA[1:])
     model = sentence_transformers.CrossEncoder(str(tokenizer_folder), device="cpu")

@@ -28,14 +28,19 @@ class Borders:
 
 
 @contextlib.contextmanager
-def packed(borders: Borders) -> Iterator[Borders]:
-    """Every attention layer of this thread is given these borders."""
+def packed(borders: Borders | None) -> Iterator[Borders | None]:
+    """Every attention layer of this thread is given these borders, None for those of a padded batch."""
     before = getattr(_running, "borders", None)
     _running.borders = borders
     try:
         yield borders
     finally:
         _running.borders = before
+
+
+def is_packed() -> bool:
+    """Whether `packed` is active in this thread."""
+    return getattr(_running, "borders", None) is not None
 
 
 def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any) -> Any:

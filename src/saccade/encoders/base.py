@@ -100,7 +100,15 @@ class Encoder:
 
     def as_stock(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward. Only eager attention gives weights, so a model that had it has it for a call that asks for them."""
-        if self.before != "eager" or not self.attention or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return self.stock(*args, **kwargs)
+        if not attention.is_packed():
+            return self._as_stock(args, kwargs)
+        with attention.packed(None):  # a part of another encoder, which is packed, may make this call
+            return self._as_stock(args, kwargs)
+
+    def _as_stock(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.before != "eager" or not self.attention:
             return self.stock(*args, **kwargs)
         config: Any = self.model.config
         # no call of another thread reads the config meanwhile: its mask would be of another kind than its attention

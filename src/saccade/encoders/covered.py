@@ -111,8 +111,7 @@ def why_not_call(model: Any, served: Any, kwargs: dict[str, Any]) -> str:
         return "the encoder has another forward"
     with served.lock:  # another thread may read the state under another autocast, or run layers that it has replaced
         served.state.read()
-        watched = served.state.watched
-    if any(served.model.__dict__.get(x) for x in ("_forward_hooks", "_forward_pre_hooks")) or watched.startswith("a module"):
+    if any(served.model.__dict__.get(x) for x in ("_forward_hooks", "_forward_pre_hooks")):
         return "the encoder has a hook"
     return str(served._refused({"input_ids": _IDS}))
 

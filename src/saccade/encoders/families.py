@@ -35,8 +35,8 @@ def layers_of(config: Any) -> int:
     return layers * int(getattr(config, "inner_group_num", 1))
 
 
-def why_not(model: Any, embeds: bool) -> str:
-    """Why a model cannot be packed; empty if it can. embeds: it is part of an embedding model or a reranker."""
+def why_not(model: Any, embeds: bool, head: Any = None) -> str:
+    """Why a model cannot be packed; empty if it can. embeds: it is part of an embedding model or a reranker. head: what reads its output."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", type(model).__name__)
     family = FAMILIES.get(kind)
@@ -49,11 +49,25 @@ def why_not(model: Any, embeds: bool) -> str:
         return f"{type(model).__name__} is configured as a decoder"
     if family.causal and not embeds and not getattr(config, "use_bidirectional_attention", False):
         return f"{type(model).__name__} is a causal model that may generate; it is served inside of a SentenceTransformer or CrossEncoder"
+    if type(head).__name__.endswith("ForQuestionAnswering"):
+        return f"{type(head).__name__} compares all columns of a row, padding too, whose outputs are 0 in a packed model"
+    derived = derived_forward(model)
+    if derived:
+        return derived
     embedding = getattr(config, "position_embedding_type", None) or "absolute"
     if embedding != "absolute":
         return f"position_embedding_type is {embedding!r}; relative positions are those of the padded batch"
     if grows(config):
         return "its rotary embedding depends on the longest sequence of a batch"
+    return ""
+
+
+def derived_forward(model: Any) -> str:
+    """A sentence on a class inside a model that derives from one of transformers and replaces its forward; empty if there is none."""
+    for kind in {type(m): None for m in model.modules()}:
+        derives = any(base.__module__.startswith("transformers.") for base in kind.__mro__)
+        if derives and not str(getattr(kind.forward, "__module__", "")).startswith(("transformers.", "torch.")):
+            return f"{kind.__name__} has a forward of its own, which may mix the tokens or rows of a batch"
     return ""
 
 

@@ -224,7 +224,8 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
         model: an encoder of transformers, with or without a head; ViT, CLIP, SigLIP or DINOv2; timm's `VisionTransformer`; a
             `SentenceTransformer`, `CrossEncoder` or `SparseEncoder`; or any module that holds one. Ids on the host are packed there, and copied
             to the GPU once.
-        memory: the share of the GPU's free memory that graphs may hold, above 0 and at most 1. The least recently used graphs are freed first.
+        memory: the share of the GPU's free memory that graphs may hold, above 0 and at most 1. The least recently used graphs are freed first, as
+            are those beyond 1,024.
         fuse: on a GPU, torch.compile fuses the operations between the matrix products, and query, key and value become one
             product. Each mode and dtype is compiled once for all sizes, before its first capture, in some 5 to 35 s; `explain()` shows the time.
             The weights of that product are moved side by side in memory, each still a tensor of its own. False turns fusion off. None, the
@@ -242,7 +243,7 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
 
     * calls with `output_attentions`, `output_hidden_states`, a cache, 4-D masks or embeddings in place of ids;
     * calls whose mask hides tokens that are no padding, or padding between tokens in a model with sliding windows;
-    * calls of encoders with hooks inside;
+    * calls of encoders with hooks inside, or with a `forward` that was put on a part;
     * traced and captured calls, and those that a `TorchDispatchMode` sees, as a FLOP counter does.
     """
     if not isinstance(model, nn.Module):
@@ -256,11 +257,11 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
     left: list[str] = []
     if has_transformers:
         attention.register()
-    for base, has_head, embeds in _encoders(model) if has_transformers else _of_timm(model):
+    for base, head, embeds in _encoders(model) if has_transformers else _of_timm(model):
         if isinstance(base.__dict__.get("forward"), _Forward):
             raise InvalidArgument(f"{type(base).__name__} is optimised already; call restore() of the first handle")
         tower = images.tower_of(base)
-        reason = families.why_not(base, embeds) if tower is None else images.why_not(base)
+        reason = families.why_not(base, embeds, head) if tower is None else images.why_not(base) or families.derived_forward(base)
         as_it_is = padded.encoder(base, float(memory), reason) if reason and tower is None else None
         if fuse and (as_it_is is not None or tower is images.TIMM):
             left.append(f"{type(base).__name__}: not fused: only packed encoders and towers of transformers are")
@@ -271,7 +272,9 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
         else:
             fused = fuse is not False and tower is not images.TIMM
             served.append(
-                Served(base, float(memory), has_head, fused) if tower is None else Batched(base, float(memory), tower, fused)
+                Served(base, float(memory), head is not None, fused)
+                if tower is None
+                else Batched(base, float(memory), tower, fused)
             )
     if not served and not left and not has_transformers:
         raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
@@ -286,18 +289,18 @@ def optimize(model: nn.Module, *, memory: float = 0.25, fuse: bool | None = None
     return Optimized(served, left, [x for x in found_strings if x is not None])
 
 
-def _encoders(model: nn.Module) -> list[tuple[Any, bool, bool]]:
-    """(base model, whether a head reads its output, whether it is part of an embedding model or a reranker) of every encoder in a module."""
+def _encoders(model: nn.Module) -> list[tuple[Any, Any, bool]]:
+    """(base model, the model whose head reads its output or None, whether it is part of an embedding model or a reranker) of every encoder in a module."""
     from transformers import PreTrainedModel
 
     embeds = type(model).__module__.startswith("sentence_transformers")
-    found: dict[int, tuple[Any, bool, bool]] = {}
+    found: dict[int, tuple[Any, Any, bool]] = {}
     inside: set[int] = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and id(module) not in inside:
             inside |= {id(x) for x in module.modules()}
             base = module.base_model
-            found |= {id(x): (x, x is not module, embeds) for x in _towers(base) or [base]}
+            found |= {id(x): (x, None if x is module else module, embeds) for x in _towers(base) or [base]}
     return [*found.values(), *(x for x in _of_timm(model) if id(x[0]) not in found)]
 
 
@@ -316,5 +319,5 @@ def _towers(base: Any) -> list[Any]:
     return found
 
 
-def _of_timm(model: nn.Module) -> list[tuple[Any, bool, bool]]:
-    return [(x, False, False) for x in model.modules() if images.tower_of(x) is images.TIMM]
+def _of_timm(model: nn.Module) -> list[tuple[Any, Any, bool]]:
+    return [(x, None, False) for x in model.modules() if images.tower_of(x) is images.TIMM]

@@ -205,6 +205,8 @@ class Served(Encoder):
             reason = f"its attention is {config._attn_implementation!r} now"
         elif self.state.recomputes:
             reason = "gradient checkpointing computes layers again in backward, where no sequence has its borders"
+        elif self.state.seen:
+            reason = self.state.seen
         longest = families.positions_in_table(self.model)
         reads_first = not self.family.causal and (self.has_head or pooler is not None)
         most = int(getattr(config, "max_position_embeddings", None) or 2**14)

@@ -25,6 +25,9 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _GLOBAL_HOOKS = [getattr(modules, f"_global_{name}_hooks") for name in ("forward", "forward_pre", "backward", "backward_pre")]
 # what products of float32 are computed in; the public names of the same take seven times as long to read
 _precision, _PRECISIONS = torch._C._get_fp32_precision_getter, (("cuda", "matmul"), ("cuda", "conv"), ("generic", "all"))  # type: ignore[attr-defined]
+# parts of others in a model, in words; they know a padded batch alone
+_HOOK = "a module inside of it has a hook, which a replay would not call"
+_FORWARD = "a module inside of it has a forward of its own, which a replay would not call"
 _MOST = 64  # states that are remembered; only a model that is changed again and again reaches it
 
 
@@ -94,6 +97,11 @@ class State:
         own = self.model.__dict__
         # the graphs of a state do not depend on these, but the calls that are captured do
         self._choices = [(own, "config"), (own, "grad_checkpointing"), *self._forwards]
+
+    @property
+    def seen(self) -> str:
+        """The part of somebody else that a batch reaches, as the state was last read; empty if there is none."""
+        return self.watched if self.watched in (_HOOK, _FORWARD) else ""
 
     def read(self) -> int:
         """The number of the state as it is now."""
@@ -198,9 +206,9 @@ class State:
         if self._gathered:
             return "FSDP gathers its parameters for each call, and frees memory that a replay would read"
         if not all(map(_is_asleep, chain.from_iterable(map(_values, self._hooks)))):
-            return "a module inside of it has a hook, which a replay would not call"
+            return _HOOK
         if any("forward" in own for own, _ in self._forwards):
-            return "a module inside of it has a forward of its own, which a replay would not call"
+            return _FORWARD
         if self.recomputes:
             return "gradient checkpointing computes layers again in backward"
         return ""

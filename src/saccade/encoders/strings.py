@@ -53,9 +53,11 @@ class Method(Own):
             self.strings.last = "stock: its arguments have other names"
             return self.stock(*args, **kwargs)
         if self.name in ("encode", "predict"):
+            asked = dict(given.arguments)  # without defaults, beside which stock ignores the old name of an argument
+            asked |= asked.pop("kwargs", {})
             given.apply_defaults()
-            options = given.arguments
-            return self.strings(self.stock, options | options.pop("kwargs", {}))
+            given.arguments.pop("kwargs", None)
+            return self.strings(self.stock, given.arguments | asked, asked)
         given.arguments.setdefault("batch_size", None)
         return self.stock(*given.args, **given.kwargs)
 
@@ -98,7 +100,7 @@ class Strings:
         """How the last call ran."""
         return f"{self.kind}.{_NAMES[self.kind][0]} from strings: {self.last}"
 
-    def __call__(self, stock: Any, options: dict[str, Any]) -> Any:
+    def __call__(self, stock: Any, options: dict[str, Any], asked: dict[str, Any]) -> Any:
         inputs = options["inputs"]
         is_ids = isinstance(inputs, _Ids) or (self.kind == "SentenceTransformer" and _are_ids(inputs))
         single = bool(inputs) and not isinstance(inputs[0], list) if is_ids else self.model.is_singular_input(inputs)
@@ -116,10 +118,9 @@ class Strings:
         self.last = f"stock: {reason}"
         if is_ids:
             raise InvalidArgument(f"token ids are given; they are not taken where {reason}")
-        given = dict(options)
-        if given["batch_size"] is None:
-            given["batch_size"] = _STOCK_ROWS
-        return stock(**given)
+        if options["batch_size"] is None:
+            asked["batch_size"] = _STOCK_ROWS
+        return stock(**asked)
 
     def _why_not(self, options: dict[str, Any], texts: list[Any] | None) -> str:
         size, model, served = options["batch_size"], self.model, self.served
