@@ -1,7 +1,7 @@
 """The tensors that kernels may read: dense memory that torch's own operations read too. All others are refused by name.
 
 Some subclasses of `torch.Tensor` have a meaning that is not in their memory: torch's causal biases never write theirs, and a masked tensor holds
-two. To read such memory would give a result without any error.
+two. Reading such memory would give a wrong result without an error.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Attention of one batch row and head needs nothing of another. So a call whose batch or heads are sharded is the same call on each
 rank's part, without any exchange, and so is its backward. Rules are made for public functions and not for ops. The part that a rank
 holds decides which backend runs, whether it is an op at all, and what is checked and drawn before it. A placement that would need
-an exchange is refused: nothing is gathered in silence.
+an exchange is refused: nothing is gathered silently.
 
 `torch.distributed.tensor` is imported when a DTensor arrives, which has imported it already.
 """
@@ -83,7 +83,7 @@ def on_shards(
     from torch.distributed.tensor import DTensor
 
     roles = _roles(*next(iter(tensors.items())))
-    # a weight is dropped by its place in the part, and by the generator of the rank
+    # dropout depends on a weight's place in the part and on the rank's generator
     dropout_p = check_probability("dropout_p", options.get("dropout_p", 0.0))
     if dropout_p and any(role is None and roles.mesh.size(i) > 1 for i, role in enumerate(roles.of)):
         dim = next(i for i, role in enumerate(roles.of) if role is None and roles.mesh.size(i) > 1)
@@ -104,7 +104,7 @@ def on_shards(
     return tuple(placed) if isinstance(found, tuple) else placed[0]
 
 
-# of each argument of a public call its dims, a function that finds them, or None for what is no tensor
+# for each argument of a public call: its dims, a function that finds them, or None if it is not a tensor
 Placed = tuple[tuple[str, Dims | Callable[[Any], Dims] | None], ...]
 
 
@@ -210,7 +210,7 @@ def _part(name: str, x: Any, dims: Dims, roles: _Roles) -> Any:
     if x.device_mesh != roles.mesh:
         raise InvalidArgument(f"{name} is on {x.device_mesh}, {roles.first} on {roles.mesh}; they must be on one mesh")
     for i, (place, wanted) in enumerate(zip(x.placements, expected, strict=True)):
-        # cutting a replica takes no exchange, but that of its gradient would
+        # slicing a replica needs no exchange, but its gradient would need one
         if place != wanted and (x.requires_grad or not isinstance(place, Replicate)):
             raise InvalidArgument(
                 f"{name} is {place} on {roles.said(i)}, where {roles.first} is sharded by its {roles.of[i]}; it must be {wanted} there: "

@@ -20,7 +20,7 @@ struct Table {
     const int64_t* row(int64_t i) const { return numbers ? numbers + i * stride : nullptr; }
 };
 
-// False for what Python has to handle: another dtype, device, shape or layout.
+// False if Python has to handle it: another dtype, device, shape or layout.
 bool read_table(PyObject* given, int64_t rows, int64_t columns, Table& table) {
     if (given == Py_None) return true;
     if (!THPVariable_Check(given)) return false;
