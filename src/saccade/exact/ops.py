@@ -71,7 +71,7 @@ class Ops:
 
     def _define(self, pairs: Callable[[Any], int], out: str) -> None:
         self._library, fields, unpack = fragment(), self.fields, self.rows.unpack
-        # behind what belongs to the op, so that programs exported without them still run
+        # after the op's own arguments, so that programs exported without them still run
         last = ", ".join(["str backend", *fields.defaults()])
         before, after = f"Tensor dout, Tensor? dlse, {out}, Tensor lse", f"bool bias_grad, {last}"
         define = self._library.define

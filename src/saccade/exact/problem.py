@@ -61,7 +61,7 @@ def describe_attention(
 
 
 def _is_copied(problem: Problem, attn_mask: Tensor) -> bool:
-    """Whether the kernels of `long` copy a bias, of calls that no other kernels of ours repeat by C++, which makes no copy."""
+    """Whether the kernels of `long` copy the bias, which C++ cannot replay. Up to 128 tokens C++ replays other kernels."""
     beyond = max(problem.q_len, problem.kv_len) >= SHORT_TOKENS
     return beyond and problem.mask == "bias" and attn_mask.dim() > 1 and not in_units(attn_mask)
 
@@ -112,7 +112,7 @@ def mask_of_keys(key_mask: Tensor) -> Tensor:
 
 
 def problem_of(args: AttentionArgs, return_lse: bool = False) -> Problem:
-    """The description of a call that kernels are given, for what is worked out once a signature."""
+    """The description of a call from the record of its kernels, for work that is done once for each signature."""
     query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, *_ = args
     added = mask if bias is None else bias
     return Problem(

@@ -67,7 +67,7 @@ def _record_ours(
     problem, chosen = prepared.problem, prepared.backend
     packed, seed = problem.packed, () if args.seed is None else (args.seed,)
     names, given = _names(args, packed), inputs
-    # what the kernel took in the place of what was given: lengths of another dtype as int32, of an expanded mask one row
+    # tensors that the kernel took in place of the given ones: lengths converted to int32, one row of an expanded mask
     replaced = ("lengths", "mask")
     inputs = tuple([getattr(args, name) if name in replaced else x for name, x in zip(names, given, strict=True)])
     lengths, mask = [names.index(name) if name in names else -1 for name in replaced]

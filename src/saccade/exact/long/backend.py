@@ -1,6 +1,6 @@
-"""The kernels of sequences beyond 128 tokens as a backend of `attention`, for dense rows `[B, H, T, D]`; shorter ones if they are faster.
+"""The kernels of long sequences as a backend of `attention`, for dense rows `[B, H, T, D]`: beyond 128 tokens, and from 65 on if they are faster.
 
-The family `ragged` runs the same kernels for packed sequences. With a bias the numbers of its rows, and its gradient, are those of `shared_bias`.
+The family `ragged` runs the same kernels for packed sequences. With a bias, `shared_bias` computes the numbers of its rows and its gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from saccade.exact.long import config
 from saccade.exact.problem import SHORT_TOKENS
 from saccade.launch.requirements import triton_reasons
 
-SHORTEST, LONGEST = 65, 577  # what was measured; the kernels take other lengths too
+SHORTEST, LONGEST = 65, 577  # the measured range; the kernels take other lengths too
 # Problems from which these kernels are faster than those of `short` up to 128 tokens, by the largest D, forward and with backward. Timed in CUDA
 # graphs (docs/notes/long.md). From FILLING numbers on, with rows and columns rounded up to tiles, `short` has kernels that are faster again.
 FEWEST_SHORT = {32: (3072, 768), 64: (768, 384), 128: (384, 768)}
@@ -63,7 +63,7 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs a positive scale that is normal in float32, got {problem.scale}")
     if reasons:
         return reasons
-    # last, and late: to import the compiler is to import torch.compile
+    # checked last and imported late: importing the compiler imports torch.compile
     from saccade.nvrtc import obstacles
 
     return list(obstacles("90a"))
@@ -195,7 +195,7 @@ def host_time(problem: Problem) -> Rule | None:
 
 def _too_small(problem: Problem, longest: int) -> Rule | None:
     if not problem.needs_grad or (problem.python_counts and not _launched_by_python(problem)):
-        return None  # an eager call that C++ replays takes 82 us with backward where torch's takes 115, whatever the kernels do meanwhile
+        return None  # host time of a call with backward: 82 us if C++ replays it, 115 us for torch's
     fewest = FEWEST_WIDE if problem.head_dim > 64 else next(count for most, count in FEWEST_PROBLEMS if longest <= most)
     owned, letter = problem.batch * problem.kv_heads, "H" if problem.heads == problem.kv_heads else "Hkv"
     if owned >= fewest:

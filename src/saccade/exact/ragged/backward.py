@@ -83,7 +83,7 @@ def _whole_sequence(
         q = load_rows(query, query_strides, ROWS[0], (s, q_first, h), 0, (q_len, head_dim), TILE, BLOCK_D, MASK_D)
         do = load_rows(dout, dout_strides, ROWS[3], (s, q_first, h), 0, (q_len, head_dim), TILE, BLOCK_D, MASK_D)
         log_sum = tl.load(lse_of(lse, (0, lse_stride), s, q_first, h) + lines, mask=lines < q_len, other=float("-inf"))
-        # a query that sees no key, or is none: weights of 0, not NaN
+        # a query that sees no key, or does not exist: weights of 0, not NaN
         shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2E)
 
         # S^T = K Q^T
@@ -275,7 +275,7 @@ def backward_keys_kernel(
         if not DENSE:
             s = tl.load(members + s)
         k_first, k_len = rows_of(cu_k, s, total_k, max_k, DENSE, False)
-        # the keys that a dense row has beyond its length get zeros, which they have to be given
+        # keys of a dense row beyond its length get gradients of zero, which this kernel must write
         limit = max_k if DENSE else k_len
         first = tile * TILE_K
         if first < limit:

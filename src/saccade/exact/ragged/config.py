@@ -29,7 +29,7 @@ def in_chunks(head_dim: int, grouped: bool, mask: bool, dropout: bool, window: b
 
 @dataclass(frozen=True)
 class TileConfig:
-    """warps of a program, programs for each multiprocessor, stages of the loop over sequences."""
+    """Warps of a program, programs for each multiprocessor, stages of the loop over sequences."""
 
     warps: int
     programs: int = 16
@@ -82,7 +82,7 @@ def fits(tile: int, block_d: int, element_size: int, arch: int) -> bool:
 
 
 def small_tile(tile: int) -> int:
-    """Beside a tile that holds the longest of a small batch: the one for its shorter sequences; 0 for none."""
+    """The second tile of a small batch, for sequences shorter than the tile that holds its longest; 0 for none."""
     return 32 if tile > 32 else 0
 
 

@@ -1,4 +1,4 @@
-"""Forward of ragged batches: out = softmax(scale * Q K^T + bias) V of each sequence and head, on its real tokens alone.
+"""Forward of ragged batches: out = softmax(scale * Q K^T + bias) V of each sequence and head, only on its real tokens.
 
 `forward_tile_kernel` takes the sequences of one bucket of lengths, which fit a tile whole:
 
@@ -63,7 +63,7 @@ def _whole_sequence(
         seen &= lines[None, :] <= lines[:, None] + (k_len - q_len if CAUSAL == BOTTOM_RIGHT else 0)
     scores = tl.where(seen, scores, float("-inf"))
     row_max = tl.max(scores, 1)
-    # a query that sees no key: -inf - -inf would be NaN
+    # for a query that sees no key, -inf - -inf would be NaN
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     weights = tl.exp2((scores - shift[:, None]) * LOG2E) if HAS_BIAS else tl.exp2(scores - shift[:, None])
     total = tl.sum(weights, 1)
@@ -193,7 +193,7 @@ def _key_tile(
 
 @triton.jit
 def keys_of(first, k_len, reach, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, CAUSAL: tl.constexpr):
-    """(whole, end) by causality alone: every query of a tile from `first` on sees all tiles of keys up to `whole`, and none sees any beyond `end`."""
+    """(whole, end) from causality: every query of a tile from `first` on sees all tiles of keys up to `whole`, and no query sees a key from `end` on."""
     end, whole = k_len, k_len // TILE_K * TILE_K
     if CAUSAL != FULL:
         end = tl.maximum(tl.minimum(k_len, first + TILE_Q + reach), 0)

@@ -1,4 +1,4 @@
-"""The Triton launches of the ragged family: of each kernel its arguments, as the call and the bucket of lengths have them."""
+"""The Triton launches of the ragged family: each kernel's arguments, from the call and the bucket of lengths."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _causal(args: VarlenArgs) -> bool:
 
 
 def _alignment(args: VarlenArgs) -> int:
-    # a window needs no other kernel for its alignment; what has none is compiled as ever
+    # a window needs no other kernel for its alignment; kernels without a window are unchanged
     if not has_window(args):
         return args.causal
     return UPPER_LEFT if _causal(args) else FULL

@@ -1,7 +1,7 @@
-"""Zeros behind the last sequence, where torch's packed attention leaves memory as it was: in its output and in its gradients.
+"""Zeros behind the last sequence, where torch's packed attention leaves its output and gradients uninitialised.
 
-A call that no transformation observes writes them in place, by a kernel that returns where tokens are real. `where` reads and writes every token: of query, key,
-value and output of 129,000 tokens, 12 heads and D = 128 that took 2.1 ms beside 0.9 ms of attention (H100).
+A call that no transformation observes writes them in place, by a kernel that returns where tokens are real. `where` reads and writes every token: for query,
+key, value and output of 129,000 tokens, 12 heads and D = 128 that took 2.1 ms, and attention 0.9 ms (H100).
 """
 
 from __future__ import annotations

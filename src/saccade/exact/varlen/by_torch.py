@@ -117,7 +117,7 @@ def _attend_grouped(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, N
                 out.index_copy_(0, place, part)
         else:
             out = out.index_copy(0, torch.cat(places), torch.cat(list(outs)))
-    # where every sequence lacks queries or keys nothing was computed, and backward would find no way to the inputs: their gradients are 0
+    # if every sequence lacks queries or keys, nothing was computed, and backward would not reach the inputs, whose gradients are 0
     return (out if out.requires_grad or not problem.needs_grad else out + _nothing_of(args)), None
 
 
@@ -205,7 +205,7 @@ def _band(args: VarlenArgs, q_len: int, k_len: int) -> Band:
 
 
 def _nothing_of(args: VarlenArgs) -> Tensor:
-    """0, computed from no number of any input."""
+    """0, computed from empty slices of the inputs."""
     given = (args.query, args.key, args.value, *(() if args.bias is None else (args.bias,)))
     return torch.stack([x.reshape(-1)[:0].sum().to(args.query.dtype) for x in given]).sum()
 

@@ -31,7 +31,7 @@ struct BackwardShared {
 };
 static_assert(BackwardShared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
-// Each warpgroup's elected thread reads the rows that it writes, so that it alone knows when their memory is free.
+// Each warpgroup's elected thread reads the rows that it writes, so only that thread must know when their memory is free.
 struct Reader {
     const Maps& maps;
     BackwardShared shared;
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
     const Reader reader{maps, shared, group};
     if (threadIdx.x == 0) {
         init_barriers(shared, BARRIERS, ROW_GROUPS);
-        // All rows of Q and K are asked for before the first of dO: one row group after the other, S began late, which cost 5 % at 128 x 64.
+        // All rows of Q and K are requested before the first of dO. One row group after another delayed S, which cost 5 % at 128 x 64.
         const Problem first(blockIdx.x, heads);
         for (int g = 0; g < ROW_GROUPS; g++) Reader{maps, shared, g}.query_and_key(first, 0);
         for (int g = 0; g < ROW_GROUPS; g++) Reader{maps, shared, g}.dout(first);
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
         products_wait<0>();
         // P = exp(scale S - lse)
         rows.park_weights(scores, shared.weights(), group, kv_len, scale * LOG2E);
-        if (more) rows.load(lse, next.index, q_len, group);  // loaded before it is needed, since its latency shows at its place of use
+        if (more) rows.load(lse, next.index, q_len, group);  // loaded early: at its place of use the latency would not be hidden
         fence_async();
         __syncthreads();
 

@@ -26,7 +26,7 @@ struct StreamedShared {
 };
 static_assert(StreamedShared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
-// Each warpgroup's elected thread reads the rows that it writes, so that it alone knows when their memory is free.
+// Each warpgroup's elected thread reads the rows that it writes, so only that thread must know when their memory is free.
 struct Reader {
     const Maps& maps;
     StreamedShared shared;

@@ -2,9 +2,9 @@
 //
 // shared memory:   | Q, then dK | V, then K, then dQ | dO, then dV | W: P, then scale dS | delta of either half | barriers |
 //
-// Four tiles would let one block alone on a multiprocessor; three let two (104 KB each), so that one computes and writes while the other reads. The price
-// is K's latency: V is read first, and K takes its place once dP is there. Two warpgroups share the 64 rows: of S, P, dP, dS each has half of the keys,
-// of the gradients half of the head dim. Source: paper 002; bytes moved are its minimum.
+// With four tiles a single block would fit a multiprocessor; with three tiles two fit (104 KB each), so that one computes and writes while the other
+// reads. The price is K's latency: V is read first, and K takes its place once dP is formed. Two warpgroups share the 64 rows: of S, P, dP, dS each has
+// half of the keys, of the gradients half of the head dim. Source: paper 002; bytes moved are its minimum.
 //
 // Compiled with ROWS (64), HEAD_DIM (256: D rounded up, the rest is zeros), BLOCKS_PER_SM, BF16, CAUSAL, HAS_DLSE, MASK_QUERIES and MASK_KEYS
 // (there are fewer than ROWS).
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(128 * HALVES, BLOCKS_PER_SM)
     }
     __syncthreads();  // P and both halves of delta are there
 
-    float gradient[COLUMNS / 2];  // one after the other: two at once would take 128 registers a thread
+    float gradient[COLUMNS / 2];  // one after the other: both together would take 128 registers a thread
     // dV = P^T dO
     products_begin();
     multiply_transposed<HEAD_DIM, COLUMNS>(gradient, shared.weights(), 0, shared.dout() + own);
