@@ -32,7 +32,7 @@ from saccade.dynamic_mask.log2 import LN2, to_log2
 
 _LOWEST = tl.constexpr(-(2**63))
 _NOWHERE = tl.constexpr(2**31 - 1)
-# How many entries those of a tile are compared with at a time. As many as the tile has would take nearly all registers of a thread.
+# Entries with which those of a tile are compared at a time. All of the tile's would take nearly all registers of a thread.
 _OTHERS = tl.constexpr(16)
 
 

@@ -1,4 +1,4 @@
-"""The keys that dynamic mask attention keeps, by counting. It is a second way beside the loop of `saccade.dynamic_mask.reference.kept`, and fast enough for many problems.
+"""The keys that dynamic mask attention keeps, by counting. It is a second method besides the loop of `saccade.dynamic_mask.reference.kept`, and fast enough for many problems.
 
 A key that a query sees is kept if fewer than `keep` of the keys that it sees have a larger (score, position). Their number is a sum over all
 keys of "the query sees it" times "it ranks higher", which is a product of matrices.

@@ -47,7 +47,7 @@ __device__ __forceinline__ int collect(
     now.load(start, stop, kv_len, 0);
     // `start` does not decrease: behind a key that begins too late nothing is seen
     for (int begin = 0; now.begins <= last; begin += MINE * THREADS) {
-        next.load(start, stop, kv_len, begin + MINE * THREADS);  // under way while this turn is sorted out
+        next.load(start, stop, kv_len, begin + MINE * THREADS);  // under way while this turn is processed
         u32 takes[MINE];
         int mine = 0;
 #pragma unroll
