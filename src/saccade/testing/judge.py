@@ -116,7 +116,7 @@ def _measured(actual: Tensor, oracle: Tensor, baseline: Tensor, extra: tuple[Ten
     first = torch.where(differing.any(-1), differing.to(torch.uint8).argmax(-1), -1)
     error, own = ((x.double() - oracle).masked_fill(infinite, 0.0).abs() for x in (actual, baseline))
     oracle = oracle.masked_fill(infinite, 0.0).abs()
-    worst = error.nan_to_num(math.inf).argmax(-1)  # nothing is looked up by it here: that would wait for the device
+    worst = error.nan_to_num(math.inf).argmax(-1)  # it is not used as an index here, which would wait for the device
     sizes = [x.square().mean(-1).sqrt() for x in (oracle, error)]
     own_size = own.square().mean(-1).sqrt().amax(0)
     found = [first.double(), oracle.amax(-1), error.amax(-1), own.amax(-1).amax(0), *sizes, own_size, worst.double(), *extra]
