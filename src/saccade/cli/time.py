@@ -37,7 +37,7 @@ _KERNELS = {
     "torch math": SDPBackend.MATH,
 }
 _MASKS = ("none", "lengths", "row", "full")
-_SPREAD, _MOST = 0.05, 4  # of the medians of rounds; times the rounds that were asked for
+_SPREAD, _MOST = 0.05, 4  # of the medians of rounds; times the requested rounds
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -80,7 +80,7 @@ class Report(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The tensors of a task. torch_mask: what torch's function gets in the place of `lengths` or `mask`."""
+    """The tensors of a task. torch_mask: what torch's function gets in place of `lengths` or `mask`."""
 
     query: Tensor
     key: Tensor

@@ -38,7 +38,7 @@ def attention(
 
     It is `torch.distributed.tensor.experimental.context_parallel` for one call: every rank sees the keys of all others in turn. n
     rows of K and of V travel in forward, and again with their gradients in backward. If every query needs only some keys,
-    `saccade.distributed.dynamic_mask_attention` exchanges those alone.
+    `saccade.distributed.dynamic_mask_attention` exchanges only those.
 
     Args:
         query: `[B, H, n, D]` of this rank, bf16 or fp16 on a CUDA device, or cast to these by autocast, n the same on every rank.

@@ -20,7 +20,7 @@ _logger = logging.getLogger("saccade")
 class Plan(NamedTuple):
     """The backend that runs a call, and why: the call is prepared with it, and `explain` prints it.
 
-    named: the backend was asked for by its name.
+    named: the caller named the backend.
     """
 
     problem: Any

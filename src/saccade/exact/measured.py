@@ -263,7 +263,7 @@ def _tile(extent: int) -> int:
 
 
 def _quarter(extent: int) -> int:
-    """The nearest quarter of an octave, found by comparisons alone, as for `_tile`."""
+    """The nearest quarter of an octave, found only by comparisons, as for `_tile`."""
     low, high = 0, len(_QUARTERS)
     while low < high:
         middle = (low + high) // 2

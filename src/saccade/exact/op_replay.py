@@ -18,7 +18,7 @@ _REFUSED: set[tuple] = set()
 
 
 class OpReplay(NamedTuple):
-    """How C++ looks up the calls of an op, and what it is told of one.
+    """How C++ looks up the calls of an op, and how a call is described to it.
 
     call: the arguments of the op -> the call as C++ takes it, or None if C++ never replays such a call. layouts: of the results of a call, from which
     C++ allocates those of another.

@@ -99,7 +99,7 @@ class Ops:
     # --- the calls of the public function
 
     def run(self, prepared: Prepared, args: Any, qkv: Tensor | None, recorder: Recorder | None) -> tuple[Tensor, Tensor | None]:
-        """(out, lse) of a prepared call, whose query, key and value may be views of `qkv`. recorder: is told of the launches."""
+        """(out, lse) of a prepared call, whose query, key and value may be views of `qkv`. recorder: gets the launches."""
         if recorder is not None:
             with recorder:
                 return self.run(prepared, args, qkv, None)

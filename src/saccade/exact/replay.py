@@ -20,7 +20,7 @@ from saccade.native.recording import Recorder
 
 
 def begin(prepared: Prepared, call: tuple) -> Recorder | None:
-    """A recorder for a call that C++ shall replay: once for each kind of calls that C++ tells apart."""
+    """A recorder for a call that C++ is to replay: once for each kind of calls that C++ distinguishes."""
     return None if prepared.refused or not call[0].is_cuda or prepare.traced() else begin_recording(prepared, call)
 
 

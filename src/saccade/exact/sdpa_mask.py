@@ -11,7 +11,7 @@ from saccade.engine.tracing import eager
 
 
 def bias_for_torch(bias: Tensor, dtype: torch.dtype, device_type: str) -> Tensor:
-    """A bias beside a query of this dtype, for torch's function. CPU kernels add float32 to scores of 16 bits; fused CUDA kernels take the query's dtype alone.
+    """A bias beside a query of this dtype, for torch's function. CPU kernels add float32 to scores of 16 bits; fused CUDA kernels take only the query's dtype.
 
     A finite number stays finite: finfo.min of float32 would hide a key as -inf of 16 bits.
     """

@@ -111,7 +111,7 @@ class Replacement:
         """Give this replacement up; the last one of the process restores the function before the first. Later calls do nothing.
 
         Raises:
-            SaccadeError: this is the last one, and somebody has put another function there meanwhile; what stood there before may be put back by
+            SaccadeError: this is the last one, and other code has put another function there meanwhile; what stood there before may be put back by
                 anybody.
         """
         with _process.lock:
@@ -160,7 +160,7 @@ def _refuse_foreign(consequence: str) -> None:
 
 
 def replace_sdpa() -> Replacement:
-    """Let every call of `torch.nn.functional.scaled_dot_product_attention` in this process run `saccade.attention`.
+    """Make every call of `torch.nn.functional.scaled_dot_product_attention` in this process run `saccade.attention`.
 
         with saccade.replace_sdpa():
             out = model(x)

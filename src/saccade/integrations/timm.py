@@ -54,7 +54,7 @@ class Patch:
 
     @property
     def left(self) -> dict[str, str]:
-        """The layers that were left as they are, and their classes; empty but for `skip_unknown=True`."""
+        """The unchanged layers and their classes; empty except with `skip_unknown=True`."""
         return dict(self._left)
 
     def restore(self) -> None:
@@ -91,7 +91,7 @@ class Patch:
 
 
 def patch(model: nn.Module, *, skip_unknown: bool = False) -> Patch:
-    """Let every attention layer of a timm model run `saccade.attention`.
+    """Make every attention layer of a timm model run `saccade.attention`.
 
         with saccade.integrations.timm.patch(model):
             logits = model(images)

@@ -368,7 +368,7 @@ def _check_carried_by_mask(mask: Tensor | None, longest: int, window: int | None
 
 
 def _is_packed(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, cu_seq_lens: Tensor | None) -> bool:
-    """Whether the only row of a batch holds several sequences, told apart by their ends alone."""
+    """Whether the only row of a batch holds several sequences that only their ends separate."""
     return cu_seq_lens is not None and mask is None and bias is None and query.shape[0] == key.shape[0] == 1
 
 

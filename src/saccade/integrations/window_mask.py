@@ -56,7 +56,7 @@ def window_mask(
 
 
 def window_for(mask: Tensor | None, query: Tensor, key: Tensor, ends: Tensor | None, ends_k: Tensor | None) -> Window | None:
-    """The window that a call takes in the place of its mask; None if the mask has to be formed. ends: of the sequences packed into the only row,
+    """The window that replaces the mask of a call; None if the mask must be formed. ends: of the sequences packed into the only row,
     whose windows are those of the row, if queries and keys have the same."""
     if not isinstance(mask, WindowMask) or not mask.holds_for(query, key):
         return None

@@ -39,7 +39,7 @@ class NMWeights:
         shape: (B, H, Tq, Tk).
         pattern: "2:4" or "1:2".
         fill: the value of a number that is not kept, -inf in scores and 0 in weights.
-        is_causal: whether query i sees keys 0 to i alone.
+        is_causal: whether query i sees only keys 0 to i.
         backend: as in `scores`, of the products that follow.
     """
 

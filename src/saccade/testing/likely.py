@@ -97,7 +97,7 @@ def _square_of_bias(case: Case, bias: Tensor, terms: Tensor, weights: Tensor, of
 
 
 def _summed_up(case: Case, squares: Tensor) -> Tensor:
-    # if squares overflow, the baseline's own errors count alone: an infinite budget would allow anything
+    # if squares overflow, only the baseline's own errors count: an infinite budget would allow anything
     each = of_calls(case, squares.double()).nan_to_num(0.0, posinf=0.0)
     if not each.numel():
         return torch.zeros(2, case.calls, dtype=torch.float64, device=each.device)

@@ -166,8 +166,7 @@ def _expire_kernel(
             above = after
             begin += RIVALS
             rivals = following
-        # a key that was outranked before its position is never admitted; a key of the chunk outranked by survivors alone is not
-        # listed
+        # a key that was outranked before its position is never admitted; a key of the chunk that survivors outrank by themselves is not listed
         position = _position(entry)
         tl.store(stop + row * kv_len + position, tl.maximum(expires, position), mask=expires >= 0)
 

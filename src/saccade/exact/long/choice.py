@@ -1,4 +1,4 @@
-"""The calls that the kernels of sm_90 for long sequences take, for the launchers of both families and for `explain`. Imports torch alone."""
+"""The calls that the kernels of sm_90 for long sequences take, for the launchers of both families and for `explain`. Imports only torch."""
 
 from __future__ import annotations
 

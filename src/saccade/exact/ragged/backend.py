@@ -1,4 +1,4 @@
-"""The ragged family as a backend: what it declines, and where it is preferred. Imports torch alone."""
+"""The ragged family as a backend: what it declines, and where it is preferred. Imports only torch."""
 
 from __future__ import annotations
 

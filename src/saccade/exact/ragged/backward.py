@@ -143,7 +143,7 @@ def backward_tile_kernel(
     bias_sum = 0.0
     if BIAS_GRAD:
         bias_sum = tl.zeros((TILE, TILE), tl.float32)
-    # with a gradient of the bias the number of programs is a multiple of `heads`: a program then meets one head alone
+    # with a gradient of the bias the number of programs is a multiple of `heads`, so a program has a single head
     for item in tl.range(tl.program_id(0), tl.load(count) * owners, tl.num_programs(0), num_stages=STAGES):
         s, owner = tl.load(members + item // owners), item % owners
         q_first, q_len = rows_of(cu_q, s, total_q, max_q, False, True)

@@ -35,7 +35,7 @@ from saccade.native.recording import is_recorded, refuse, varying
 
 class Configs(NamedTuple):
     """Shapes of launches in place of the measured ones, for measuring: by (direction, tile), by direction and
-    by tile. sm80, sm90: None for Triton alone; sm90 by direction."""
+    by tile. sm80, sm90: None for only Triton; sm90 by direction."""
 
     tiles: dict[tuple[str, int], TileConfig]
     long: dict[str, LongConfig]
@@ -177,7 +177,7 @@ class RaggedCall:
         if not bucket.longest:
             return self
         names = ("max_q", "max_k") if self.args.seed is None else ("max_q",)
-        # C++ tells batches apart by the powers of two that hold these, so another batch of the kind has the same powers
+        # C++ distinguishes batches by the powers of two that hold these, so another batch of the kind has the same powers
         (most,) = varying((bucket.longest,), (FIXED,))
         longest: dict[str, Any] = {name: most for name in names if getattr(self.args, name) > most}
         return RaggedCall(self.args._replace(**longest), self.configs)

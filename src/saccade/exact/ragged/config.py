@@ -1,4 +1,4 @@
-"""Shapes of the launches of the ragged family. Imports torch alone."""
+"""Shapes of the launches of the ragged family. Imports only torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The family as a backend of `attention`: what it declines, and where `auto` takes it. Imports torch alone."""
+"""The family as a backend of `attention`: what it declines, and where `auto` takes it. Imports only torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch shapes of the family, and a way to force others while measuring. Imports torch alone."""
+"""Launch shapes of the family, and a way to force others while measuring. Imports only torch."""
 
 from __future__ import annotations
 

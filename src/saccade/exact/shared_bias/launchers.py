@@ -69,8 +69,8 @@ def rows_of(
     config: Config | None = None,
     may_copy: bool = True,
 ) -> Rows:
-    """The numbers from which backward recomputes weights, also for kernels of other families. may_copy: as of `SharedBiasCall`; the
-    kernel of the numbers itself reads the bias of rows with a far lse alone."""
+    """The numbers from which backward recomputes weights, also for kernels of other families. may_copy: as of `SharedBiasCall`; the kernel of the
+    numbers reads only the bias of rows with a far lse."""
     args, dout = _with_dense_rows(args), dense_last(dout)
     call = call_of(args, config, bias_grad, may_copy)
     given = call.given(args)

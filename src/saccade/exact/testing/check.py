@@ -85,7 +85,7 @@ def check_calls(
 
 
 def _with_coarse_lse(result: Result) -> Result:
-    """The result with a budget for the exponential of torch's function, if it misses its budget by that alone."""
+    """The result with a budget for the exponential of torch's function, if only that makes it miss its budget."""
     if result.name != "lse" or result.ok or result.reason != BEYOND or result.error > _COARSE_LSE:
         return result
     return replace(result, budget=_COARSE_LSE, ratio=result.error / _COARSE_LSE, ok=True, reason="")

@@ -1,6 +1,6 @@
 """The error budget of `attention_varlen`: that of `attention` for the same batch padded, where padding is hidden by a mask.
 
-The oracle and the baseline are the dense ones (`saccade.exact.testing.check` tells the rule), so the packed code never judges itself.
+The oracle and the baseline are the dense ones (`saccade.exact.testing.check` has the rule), so the packed code never judges itself.
 """
 
 from __future__ import annotations

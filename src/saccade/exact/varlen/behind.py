@@ -37,7 +37,7 @@ class Behind(NamedTuple):
         """The output, 0 behind the last sequence; torch's backward gets its gradient in pieces of 16 bytes."""
         if not (self.in_place and out.is_contiguous()):
             return self._where(out)
-        # torch's backward has saved it: by its memory alone, which counts no new version
+        # torch's backward has saved it, so it is written through its memory, which makes no new version
         zero_behind(out.detach(), self.offsets)
         return _DenseGradient.apply(out) if out.requires_grad else out  # type: ignore[no-untyped-call, no-any-return]
 
@@ -84,7 +84,7 @@ class _ZeroGradient(torch.autograd.Function):
 
 
 class _DenseGradient(torch.autograd.Function):
-    """The tensor itself; its gradient in dense rows of its own, or as it is if torch's kernels can read it."""
+    """The tensor itself; its gradient as a dense copy, or unchanged if torch's kernels can read it."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor) -> Tensor:

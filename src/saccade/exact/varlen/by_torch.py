@@ -104,9 +104,9 @@ def _why_no_mask(problem: VarlenProblem, window: Window) -> list[str]:
 
 
 def _attend_grouped(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, None]:
-    """A call for all sequences of as many queries and keys, of their real tokens alone."""
+    """One call for all sequences with equal numbers of queries and of keys, with only their real tokens."""
     if not has_values(args.cu_seqlens_q):
-        return reference.attend(args)[0], None  # there are no lengths, and only the shape is asked for
+        return reference.attend(args)[0], None  # there are no lengths, and only the shape matters
     groups = group_by_lengths(args.cu_seqlens_q.cpu(), args.cu_seqlens_k.cpu())
     out = args.query.new_zeros((args.query.shape[0], args.query.shape[1], args.value.shape[2]))
     if groups.sizes:

@@ -1,4 +1,4 @@
-"""The Volta kernels as a backend: what they decline. Imports torch alone."""
+"""The Volta kernels as a backend: what they decline. Imports only torch."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def backward_call(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, dout: Tensor,
     shift: Tensor, delta: Tensor, far: Tensor, dquery: Tensor | None, dkey: Tensor, dvalue: Tensor, features: Features, arch: int,
 ) -> CudaLaunch:  # fmt: skip
-    """The launch of `volta_backward`; dquery float32 `[B, H, Tq, D]`, None for dK and dV alone."""
+    """The launch of `volta_backward`; dquery float32 `[B, H, Tq, D]`, None for only dK and dV."""
     batch, kv_heads, kv_len, head_dim = key.shape
     tile = backward_tile(head_dim, arch)
     tiles = -(-kv_len // OWNED_KEYS)

@@ -4,7 +4,7 @@
 // Operands in shared memory are rows of 128 bytes, swizzled (swizzle.cuh), 8 rows every 1024 bytes.
 //
 // Three things make ptxas silently wait after each product (look for WARPGROUP.DEPBAR after every HGMMA): a product under a
-// condition inside a loop; a first product that takes its accumulators as inputs, so it has outputs alone and scale-d 0; accumulators
+// condition inside a loop; a first product that takes its accumulators as inputs, so it has only outputs and scale-d 0; accumulators
 // that other instructions write while products run.
 #pragma once
 #include "numbers.cuh"

@@ -141,7 +141,7 @@ PyObject* memory_run_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t
     END_HANDLE_TH_ERRORS
 }
 
-// --- what Python tells of a call
+// --- descriptions of calls from Python
 
 // Destroying a call may run Python, for a closure or tensor that it held. Python may then use this map, or let in another thread that does.
 // So nothing is destroyed inside the map: an entry is swapped out, and destroyed once the map is consistent again.
@@ -152,7 +152,7 @@ void store(Memory* self, Key& key, std::shared_ptr<RecordedCall> call) {
     (*self->calls)[key].swap(call);
 }
 
-// A call as `remember` and `remember_ragged` are told of it: its tensors; behind the call itself out, lse, the plan of forward, gradients, plan_backward.
+// A call as `remember` and `remember_ragged` get it: its tensors; behind the call itself out, lse, the plan of forward, gradients, plan_backward.
 std::shared_ptr<RecordedCall> described(const std::vector<const Tensor*>& tensors, PyObject* const* arguments) {
     auto call = std::make_shared<RecordedCall>();
     call->inputs = static_cast<int>(tensors.size());

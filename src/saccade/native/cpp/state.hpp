@@ -187,7 +187,7 @@ PyObject* is_state(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-// The memory of tensors, which this does not keep alive. A weak reference keeps the storage object alone, so that no other one gets its address.
+// The memory of tensors, which this does not keep alive. A weak reference keeps only the storage object, so that no other one gets its address.
 struct Places {
     static constexpr const char* NAME = "saccade_calls.Places";
     std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, const void*>> all;

@@ -108,7 +108,7 @@ class Causal:
 def find(
     query: Tensor, key: Tensor, value: Tensor, keep: int, adds_scores: bool, scale: float, launches: LaunchCache
 ) -> Causal | None:
-    """The object that runs an eager causal call; None if the call goes step by step. launches: remembered from calls that differ in data alone."""
+    """The object that runs an eager causal call; None if the call goes step by step. launches: remembered from calls that differ only in data."""
     if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16:
         return None
     return launches.get_or_make("causal", lambda: _make(query, key, value, keep, adds_scores, scale))

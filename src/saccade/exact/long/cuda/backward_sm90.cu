@@ -11,7 +11,7 @@
 //               factors of dV and dK; dS^T goes to shared memory too
 //   queries     adds up dQ = dS K, and stores unfinished sums in device memory between the rounds: each thread its own numbers, in the same order in
 //               every run
-//   loads       asks for tiles, and computes delta in the first round
+//   loads       requests tiles, and computes delta in the first round
 //
 // shared memory:   | K, V: two rounds | Q, dO: STAGES chunks | dS^T: two chunks | O: two chunks | tiles of the bias: STAGES | -lse, -delta of each chunk |
 //                  | rounds | barriers |
@@ -28,8 +28,8 @@
 // KEY_MASK is two bytes for a thread and a round, those of its two keys.
 //
 // With a WINDOW a block takes the keys of a segment, so that a long sequence occupies many blocks. Queries whose window begins in a segment
-// are its own: it writes their dQ, and goes on to the rounds behind its end that their windows reach, of which it writes no dK and dV. A round meets the
-// chunks that see its keys alone, and unfinished dQ has a place for as many chunks as a window reaches at a time. A segment has SEGMENT rounds. If SEGMENT
+// are its own: it writes their dQ, and goes on to the rounds behind its end that their windows reach, of which it writes no dK and dV. A round meets only
+// the chunks that see its keys, and unfinished dQ has a place for as many chunks as a window reaches at a time. A segment has SEGMENT rounds. If SEGMENT
 // is 1, each block has an equal share of all rounds, one behind another, and what it has of a sequence is a segment.
 //
 // Compiled with the macros of chunks_sm90.cuh, STAGES, SEGMENT, OWN_DELTA (0: delta is given, since O does not fit beside the others), KEY_REGISTERS,
@@ -45,7 +45,7 @@
 #endif
 
 constexpr int CHUNK_ROWS = 64, ROUND_ROWS = 128, ROUNDS_KNOWN = 4;
-constexpr int ROUND_BITS = 10;  // of the number of a round; it is told with those of its segment's first one and end in one word
+constexpr int ROUND_BITS = 10;  // of the number of a round, which shares a word with those of its segment's first round and end
 using KeyTile = Tile<HEAD_DIM, ROUND_ROWS>;
 using QueryTile = Tile<HEAD_DIM, CHUNK_ROWS>;
 using ScoreTile = Tile<CHUNK_ROWS, ROUND_ROWS>;  // rows are keys
@@ -496,7 +496,7 @@ struct Queries {
         for (int block = 0; block < HEAD_DIM / PART; block++) {
             float dquery[PART / 2];
             float4* mine = reinterpret_cast<float4*>(parked + (long long)(place * (HEAD_DIM / PART) + block) * CHUNK_ROWS * PART) + thread;
-            // asked for before dS is there
+            // requested before dS is formed
 #pragma unroll
             for (int i = 0; i < PART / 8; i++) {
                 float4 x = (WINDOW ? round.continues(c) : round.start > 0) ? load_kept(mine + 128 * i, kept) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -555,7 +555,7 @@ struct Inputs {
     NumbersOfRows numbers;
 };
 
-// The warpgroup that asks for tiles. Two threads share a row: one has its lse, the other its delta.
+// The warpgroup that requests tiles. Two threads share a row: one has its lse, the other its delta.
 struct Loads {
     const LongBackwardShared shared;
     const Inputs& in;
@@ -633,7 +633,7 @@ struct Loads {
         if (!OWN_DELTA) tell_rows();  // with two stages, the chunk after the next one waits for this one
     }
 
-    // -lse and -delta of the last chunk that was asked for
+    // -lse and -delta of the last requested chunk
     __device__ __forceinline__ void tell_rows() {
         if (!pending) return;
         const int last = loads - 1, stage = stage_of(last);

@@ -1,8 +1,8 @@
 // The parts that forward and backward of long sequences share on sm_90a: tiles in shared memory, the rows of a sequence, the batch.
 //
 // A warpgroup computes on 64 rows of an accumulator, 16 a warp. Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and
-// columns 8i + 2t + {0, 1} of each column group i of 8: d[4i + 2h + b]. Rounded to 16 bits, columns 16j .. 16j + 15 are four registers, the left
-// operand of the next product as they are.
+// columns 8i + 2t + {0, 1} of each column group i of 8: d[4i + 2h + b]. Rounded to 16 bits, columns 16j .. 16j + 15 are four registers, which are the
+// left operand of the next product.
 //
 // Compiled with HEAD_DIM (32, 64 or 128: D rounded up, the rest is zeros), BF16, PACKED (1: sequences lie one behind another in [T, H, D]; 0: dense
 // rows [B, H, T, D]), CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence), GROUPED (1: query heads, one behind
@@ -42,7 +42,7 @@ struct Tile {
     static constexpr int CHUNKS = PITCH / 16;                // of 16 bytes, in a row of a block
 
     // The operand of a product along the columns: rows from `row`, a multiple of 8; columns from 16 step on. `low` is the low word of the descriptor
-    // of the tile (Memory), to which offsets are added: built anew for each product, descriptors were a third of the instructions of a loop.
+    // of the tile (Memory), to which offsets are added: descriptors built for each product were a third of the instructions of a loop.
     static __device__ __forceinline__ u64 columns(u32 low, int row, int step) {
         constexpr int STEPS = PITCH / 32;
         return descriptor(low + ((row * PITCH + step / STEPS * BLOCK_BYTES + step % STEPS * 32) >> 4));

@@ -10,12 +10,12 @@
 // with a BIAS, behind all teams:   | BIAS_STAGES tiles of 128 queries and 64 keys | their barriers |
 //
 // The values of a chunk are multiplied while the scores of the next one become weights. The last chunk is as wide as its keys (16, 32 or 64). O is
-// scaled anew only where a row's maximum has grown by 2^8 since it was last. Source: FlashAttention-2 (Dao 2023), algorithm 1; the order of the
+// rescaled only where a row's maximum has grown by 2^8 since the last time. Source: FlashAttention-2 (Dao 2023), algorithm 1; the order of the
 // products after FlashAttention-3, the rare rescaling after FlashAttention-4.
 //
 // With a BIAS, S = scale Q K^T + bias in base e, and m too. The teams of a block take the same queries of problems that share a matrix of the bias, so that
-// a tile of it is read once for both. They meet at its tiles alone, each with the chunks of its own row, and the one with fewer passes the rest.
-// With a KEY_MASK the whole warp that asks for keys reads the mask of a chunk, while it waits for memory, and writes selectors beside the keys.
+// a tile of it is read once for both. They synchronise only at its tiles, each with the chunks of its own row, and the team with fewer passes the
+// rest. With a KEY_MASK all lanes of the warp that requests keys read the mask of a chunk, while it waits for memory, and write selectors beside the keys.
 //
 // Compiled with the macros of chunks_sm90.cuh, TEAMS (1 or 2), QUERY_SLOTS, STAGES, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES, with a BIAS
 // BIAS_STAGES and LATE_MAXIMA. The registers
@@ -575,7 +575,7 @@ struct Computing {
 #endif
     }
 
-    // the chunks before `end` that the other warpgroup alone needs
+    // the chunks before `end` that only the other warpgroup needs
     __device__ __forceinline__ void pass(const QueryBlock& work, int& c, int end) {
 #pragma unroll 1
         for (; c < end; c++, chunk++) {
@@ -587,7 +587,7 @@ struct Computing {
         }
     }
 
-    // the tiles of the bias from the c-th on, which other teams alone need
+    // the tiles of the bias from the c-th on, which only other teams need
     __device__ __forceinline__ void pass_tiles(const QueryBlock& work, int c) {
         if (!BIAS) return;
 #pragma unroll 1

@@ -209,7 +209,7 @@ __device__ __forceinline__ void store_zeros(unsigned char* to) {
     *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
 }
 
-// Starts the copies of rows of a tensor, at most MOST_ROWS from token `first` on. Columns from head_dim on are left as they are.
+// Starts the copies of rows of a tensor, at most MOST_ROWS from token `first` on. Columns from head_dim on are not written.
 template <int MOST_ROWS>
 __device__ __forceinline__ void copy_rows(u32 tile, const Rows& from, int first, int rows, int head_dim) {
     const int chunk = u32(threadIdx.x) % CHUNKS, row = u32(threadIdx.x) / CHUNKS, left = 8 * chunk < head_dim ? rows - row : 0;
@@ -221,7 +221,7 @@ __device__ __forceinline__ void copy_rows(u32 tile, const Rows& from, int first,
         if (i < left) copy_16_of_row(to + i * PITCH, at);
 }
 
-// Zeros in 15 rows of a tile, from `row` on. A tile's place is told from the beginning of `memory`.
+// Zeros in 15 rows of a tile, from `row` on. A tile's place counts from the beginning of `memory`.
 __device__ __forceinline__ void clear_behind(unsigned char* memory, u32 tile, int row) {
     static_assert(15 * CHUNKS <= THREADS, "a chunk each");
     if (threadIdx.x < 15 * CHUNKS) store_zeros(memory + place_of(tile, row + threadIdx.x / CHUNKS, threadIdx.x % CHUNKS));

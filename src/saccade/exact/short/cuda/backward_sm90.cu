@@ -8,7 +8,7 @@
 // shared memory:   | Q | K | V, then dQ | dO, then dK | dV | W: P, then scale dS | barriers |                       one problem a block
 //                  | Q | K | Q | K | V, then dV | dO | W | barriers |     PERSISTENT: dK and dQ leave through Q and K, and the next problem arrives
 //
-// Rounded P lies in shared memory alone from the moment it is made (at ROWS = 128 a thread has 128 registers, if two blocks share a multiprocessor), and is
+// Rounded P lies only in shared memory once it is made (at ROWS = 128 a thread has 128 registers, if two blocks share a multiprocessor), and is
 // read back for dS; rounded dS is the left operand of dQ from registers, and of dK from shared memory. Source: paper 002; bytes moved are its minimum.
 //
 // Compiled with ROWS (64 or 128), HEAD_DIM (32, 64 or 128: D rounded up, the rest is zeros), PERSISTENT, BLOCKS_PER_SM, BF16, CAUSAL, HAS_DLSE,
@@ -112,14 +112,14 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
                 if (more) reader.query_and_key(next, 1 - pair);
             }
             products_wait<0>();
-            __syncthreads();  // nobody reads W, V, dO any more
+            __syncthreads();  // no warp still reads W, V, dO
             emit<HEAD_DIM>(dvalue_map, shared.dvalue(), problem, group, dvalue);
             if (elected() && more) reader.dout(next);
         } else {
             products_wait<1>();
             emit<HEAD_DIM>(dvalue_map, shared.dvalue(), problem, group, dvalue);
             products_wait<0>();
-            __syncthreads();  // nobody reads W, V, dO any more
+            __syncthreads();  // no warp still reads W, V, dO
         }
         // dS = P (dP - delta)
         u32 dscores[ROWS / 4];
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
                 if (more) reader.value(next);
             }
             products_wait<0>();
-            __syncthreads();  // nobody reads Q, K any more
+            __syncthreads();  // no warp still reads Q, K
             emit<HEAD_DIM>(dkey_map, shared.query(pair), problem, group, dkey);
             emit<HEAD_DIM>(dquery_map, shared.key(pair), problem, group, dquery);
         } else {

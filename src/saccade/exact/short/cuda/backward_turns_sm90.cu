@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(128 * HALVES, BLOCKS_PER_SM)
     multiply_rows<HEAD_DIM, KEYS>(dweights, shared.dout(), 0, shared.key_value(), KEYS * half);
     products_commit();
     products_wait<0>();
-    __syncthreads();  // nobody reads V any more
+    __syncthreads();  // no warp still reads V
     if (threadIdx.x == 0) load_alone<HEAD_DIM>(shared.key_value(), key_map, shared.barrier(KEY), problem, 0);
     barrier_wait(shared.barrier(QUERY), 0);
     barrier_wait(shared.barrier(KEY), 0);
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(128 * HALVES, BLOCKS_PER_SM)
     }
     products_wait<0>();
     emit_half(dvalue_map, shared.dout(), problem, half, gradient);
-    __syncthreads();  // nobody reads P any more
+    __syncthreads();  // no warp still reads P
     // dS = P (dP - delta)
 #pragma unroll
     for (int e = 0; e < KEYS / 2; e += 2) {

@@ -141,7 +141,7 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, u32 tile, const
     stores_commit();
 }
 
-// Rounds 64 rows of a gradient into a tile that nobody reads any more and starts writing them out.
+// Rounds 64 rows of a gradient into a tile that is no longer read, and starts writing them out.
 template <int COLUMNS>
 __device__ __forceinline__ void emit(const TensorMap& map, u32 tile, const Problem& problem, int group, const float (&d)[COLUMNS / 2], int column = 0) {
     round_into<COLUMNS>(tile, group, d);

@@ -2,7 +2,7 @@
 //
 // A warp owns 32 * ROW_TILES queries, whose scores, weights and sums stay in its registers. Weights become the left operand of the second
 // product by two exchanges between lanes l and l ^ 2 for each 8 x 8 tile (by none with float16 sums). All quad-pairs read the same keys and
-// values, and values are multiplied as they lie. There are two barriers a tile; the keys of the next tile and the values of this one are on
+// values, and values are multiplied without rearrangement. There are two barriers a tile; the keys of the next tile and the values of this one are on
 // their way through registers meanwhile.
 //
 // Shared memory:   | K: KEYS rows | V: KEYS rows | Q: ROWS rows |     rows of STRIDE numbers, see tile.cuh

@@ -4,7 +4,7 @@
 //   dV += P^T dO   dK += scale dS^T Q                                   over the queries of all heads of a group, in order
 //
 // A thread block owns 128 keys; K and V stay in shared memory, tiles of 64 queries of Q and dO come by TMA into a ring of STAGES. Scores
-// are computed with keys as rows, so P^T and dS^T, rounded, are register operands of dV and dK as they are.
+// are computed with keys as rows, so P^T and dS^T, rounded, are register operands of dV and dK.
 //
 // Two pairs of producer warps take tiles in turn: reading the bits, which come from memory, lasts about as long as a tile. A warp brings the
 // bits of 64 keys, turned round so that a consumer reads 64 bits, of 64 queries, of each of its two keys; and lse or delta.

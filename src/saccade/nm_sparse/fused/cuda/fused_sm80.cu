@@ -34,7 +34,7 @@ static_assert(SELECTION != SELECT_UNORDERED || !DROPOUT, "dropout reads codes in
 
 // PARTS > 1
 constexpr float CODES_OF_TWO = CODES_ZERO + (CODES_BEGIN > CODES_ZERO ? 0x8888 : 0);
-// bfloat16 holds what float32 does: the sum of a row tells of weights that are too large, and none is made for each tile
+// bfloat16 holds what float32 does: the sum of a row shows weights that are too large, so no check is made for each tile
 constexpr bool SUM_GOES_ON = BF16;
 constexpr float MOST = 1073741824.0f;  // no row has so many keys of weight 1
 

@@ -94,7 +94,7 @@ struct QueryBlock {
     }
 };
 
-// The pieces of work that a thread block does: one piece, or with PERSISTENT every gridDim-th. They follow from blockIdx and gridDim alone: with a
+// The pieces of work that a thread block does: one piece, or with PERSISTENT every gridDim-th. They follow only from blockIdx and gridDim: with a
 // counter in memory ptxas no longer took the places in the rings for uniform, and made 38 R2UR instructions a tile.
 //
 // Blocks of queries that are not full come first. If only one warpgroup has queries in such a block, two such blocks count as one step: a block

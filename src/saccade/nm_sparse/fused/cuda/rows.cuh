@@ -30,7 +30,7 @@ static_assert(!QUERY_BITS || (BLOCKS && BLOCK_KV == 64), "a tile is two words of
 static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
 
 constexpr float LIMIT = 16384.0f;  // a weight times this still fits half precision
-// offset of a row that has seen no key: finite, so that -inf plus it is no NaN; without a bias scores come from products alone, none is as large
+// offset of a row that has seen no key: finite, so that -inf plus it is no NaN; without a bias scores are only products, and none is as large
 constexpr float UNSEEN = BIAS ? LARGEST : 1e30f;
 
 struct Sizes {

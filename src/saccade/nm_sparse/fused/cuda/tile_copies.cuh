@@ -31,7 +31,7 @@ struct Tiles {
     __device__ __forceinline__ Tiles(const Number* from, long long stride, int tile) : from(from), stride(stride), copied(tile) {
         int thread = threadIdx.x;
         own = from + (tile * BLOCK_KV + row_at(thread / CHUNKS)) * stride + thread % CHUNKS * NUMBERS;
-        asm("" : "+l"(own));  // otherwise the compiler computes the address anew for each tile, by 64-bit multiplications
+        asm("" : "+l"(own));  // otherwise the compiler computes the address again for each tile, by 64-bit multiplications
     }
 
     // copies a tile that is not the last one of the keys, so that it is full

@@ -13,7 +13,7 @@ constexpr int WIDE = (HEAD_DIM + 31) / 32 * 32;
 constexpr int KEY_WORDS = WIDE + 4, VALUE_WORDS = WIDE + 8;  // of a row
 constexpr int STAGE_BYTES = 4 * BLOCK_KV * (KEY_WORDS + VALUE_WORDS);
 constexpr int CHUNKS = HEAD_DIM / 4;  // of 16 bytes, a row
-constexpr int QUERY_ROW_BYTES = 0;    // Q is in registers alone
+constexpr int QUERY_ROW_BYTES = 0;    // Q is only in registers
 #include "tile_copies.cuh"
 
 __device__ __forceinline__ u32 load_word(u32 address) {
