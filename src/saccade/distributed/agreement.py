@@ -141,7 +141,7 @@ class Agreement:
 
 
 def told(call: AgreedCall, device: torch.device, fault: int = 0) -> Tensor:
-    """The message of a rank to the others, int64 `[16]`: the call, and a number for what is wrong with it."""
+    """The message of a rank to the others, int64 `[16]`: the call, and the number of its fault."""
     return _on_device((*call.numbers(), fault), device).clone()
 
 

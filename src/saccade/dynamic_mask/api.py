@@ -161,7 +161,7 @@ def dynamic_mask_attention(
     if lengths is not None:
         lengths = checked_lengths(lengths, prepared.problem.kv_len)
     out, lse, faulty = _attend(query, key, value, key_scores, lengths, document_ids, prepared)
-    # read last: on a GPU everything is launched by then, and no launch has to wait. Invalid scores give wrong results, but never
+    # read last: on a GPU everything is launched by then, so no launch waits. Invalid scores give wrong results, but never
     # a fault
     if faulty is not None and faulty():
         real_scores = real_of(key_scores, lengths)

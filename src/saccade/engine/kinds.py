@@ -19,7 +19,7 @@ _STAND_INS = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
 
 
 def check_kinds(**given: Any) -> None:
-    """Raise for each tensor whose memory does not say what it means. Arguments that are no tensors are left to other checks.
+    """Raise for each tensor whose memory does not say what it means. Other checks handle arguments that are not tensors.
 
     Raises:
         InvalidArgument: a subclass of `torch.Tensor` with operations of its own, or a layout other than strided.

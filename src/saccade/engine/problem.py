@@ -55,7 +55,7 @@ class Problem:
     bias_dtype: torch.dtype | None = None  # if it differs from the dtype of query
     bias_grad: bool = False
     lengths: bool = False
-    key_mask: bool = False  # of each batch row, beside a bias
+    key_mask: bool = False  # of each batch row, together with a bias
     needs_grad: bool = False
     return_lse: bool = False
     enable_gqa: bool = False

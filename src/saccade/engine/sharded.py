@@ -109,7 +109,7 @@ Placed = tuple[tuple[str, Dims | Callable[[Any], Dims] | None], ...]
 
 
 def placed(record: Any) -> Placed:
-    """The tensors that the record of a public call declares; read once, as no compiler traces it."""
+    """The tensors that the record of a public call declares; read once, because no compiler can trace that."""
     return tuple(
         (name, next((mark for mark in marks if isinstance(mark, Dims) or mark is scores_dims), None))
         for name, _, marks in annotated(record)
@@ -172,7 +172,7 @@ def _allowed(dims: Dims) -> str:
 
 
 def _expected(x: Tensor, name: str, dims: Dims, roles: _Roles) -> list[Any]:
-    """How a tensor has to be placed beside the first one."""
+    """The placement that a tensor needs, given that of the first."""
     from torch.distributed.tensor import Replicate, Shard
 
     ranks = 1

@@ -20,7 +20,7 @@ def check_window(window: Any) -> Window | None:
     """A window as a tuple of plain numbers; None if it has no limit on either side.
 
     Raises:
-        InvalidArgument: it is no pair of whole numbers or None.
+        InvalidArgument: it is not a pair of integers or None.
     """
     if window is None:
         return None

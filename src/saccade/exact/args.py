@@ -48,7 +48,7 @@ class AttentionArgs(NamedTuple):
     """The tensors and numbers of one `attention` call, after checking; the same for every backend.
 
     query, key, value: `[B, H, Tq, D]`, `[B, Hkv, Tk, D]`, `[B, Hkv, Tk, D]`.
-    mask: bool (True = attend), broadcastable to `[B, H, Tq, Tk]`. Beside a bias it is a mask of keys, `[B, 1, 1, Tk]`.
+    mask: bool (True = attend), broadcastable to `[B, H, Tq, Tk]`. With a bias it is a mask of keys, `[B, 1, 1, Tk]`.
     bias: floating, added to the scores, broadcastable likewise; or a bias for each of W windows (see `windows_of`).
     lengths: int32 `[B]`; int64 too for backends in plain torch. seed: int64 `[1]`, the Philox key; None without dropout.
     window_left, window_right: of a sliding window, NO_LIMIT for none; a call with one has neither mask nor bias.

@@ -29,7 +29,7 @@ def checked_unbiased(bias: Any, is_causal: Any, query: Any, key: Any) -> tuple[T
     """`unbiased` of a call, whose arguments are checked.
 
     Raises:
-        InvalidArgument: the bias is of other lengths than the call, or `is_causal` is given beside it.
+        InvalidArgument: the bias has other lengths than the call, or `is_causal` is given too.
     """
     sizes = bias.seq_len_q, bias.seq_len_kv
     for name, tensor, size in (("query", query, sizes[0]), ("key", key, sizes[1])):

@@ -33,7 +33,7 @@ def begin_recording(prepared: Prepared, call: tuple, by_lists: bool = False) -> 
 
 
 def numbers_of(ops: Ops, args: Any) -> dict[str, Any]:
-    """The fields of a record that are no tensors, by name."""
+    """The fields of a record that are not tensors, by name."""
     return dict(zip(ops.fields.names[ops.tensors : ops.fields.whole], args[ops.tensors :], strict=False))
 
 

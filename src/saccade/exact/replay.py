@@ -36,7 +36,7 @@ def record(
     """Describe a call that Python has made to C++.
 
     call: all arguments of the public function, in their order. inputs: the tensors among them, query, key and value or one packed
-        tensor, then the mask or bias if there is one, then the lengths, then the mask of keys beside a bias.
+        tensor, then the mask or bias if there is one, then the lengths, then the mask of keys given with a bias.
     """
     problem, chosen, told = prepared.problem, prepared.backend, False
     prepared.recorded.remember(native.calls.key(call), True)
@@ -89,7 +89,7 @@ def _record_ours(
 
 
 def _names(args: AttentionArgs, packed: bool) -> tuple[str, ...]:
-    """Names of the tensors among the arguments of the public function, in their order. A mask beside a bias is the one of keys, which is the last."""
+    """Names of the tensors among the arguments of the public function, in their order. A mask given with a bias is a mask of keys, which is the last."""
     rows = ("qkv",) if packed else ("query", "key", "value")
     beside = args.mask is not None and args.bias is not None
     added = [name for name in ("mask", "bias", "lengths") if getattr(args, name) is not None and not (beside and name == "mask")]

@@ -255,7 +255,7 @@ def _within_lengths(
         must_clear = True
     valid = torch.arange(key.shape[2], device=key.device) < lengths.unsqueeze(1)  # [B, Tk]
     if must_clear:
-        # a weight of 0 times a NaN is NaN, so such padding has to be cleared and not only masked
+        # a weight of 0 times a NaN is NaN, so such padding must be cleared, not only masked
         key, value = (x.where(valid[:, None, :, None], 0.0) for x in (key, value))
     mask = valid[:, None, None, :] if mask is None else mask & valid[:, None, None, :]
     if not args.is_causal:

@@ -40,7 +40,7 @@ def scaled_dot_product_attention(
         kind: Any = type(attn_mask)
         return kind.__torch_function__(F.scaled_dot_product_attention, (kind,), given, options)
     if not _is_for_torch(query, key, value, attn_mask):
-        # torch takes some arguments that we refuse (a mask beside is_causal, strided nested tensors); what it refuses too raises torch's error
+        # torch takes some arguments that we refuse (a mask together with is_causal, strided nested tensors); if it refuses them too, its error is raised
         with contextlib.suppress(InvalidArgument, UnsupportedProblem):
             return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -66,7 +66,7 @@ def _is_of_another_kind(tensor: Any) -> bool:
 
 
 def _every_kernel_of_torch_is_allowed() -> bool:
-    """Whether no choice among torch's kernels is active, such as `torch.nn.attention.sdpa_kernel`; torch's function has to follow it."""
+    """Whether no choice among torch's kernels is active, such as `torch.nn.attention.sdpa_kernel`; then torch's function must run."""
     flags = torch._C
     return (
         flags._get_flash_sdp_enabled()
@@ -146,7 +146,7 @@ def _prepare_torch() -> None:
 
 def _refuse_foreign(consequence: str) -> None:
     current = F.scaled_dot_product_attention
-    # by name, as a reload makes another function of it
+    # by name, because a reload makes a new function
     ours = (
         getattr(current, "__module__", None) == __name__
         and getattr(current, "__qualname__", None) == "scaled_dot_product_attention"

@@ -119,7 +119,7 @@ def con_vit(self: Any, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ByHand:
-    """A layer of timm that forms its scores itself, or (Swin) repeats a bias: what computes it here, and what it must have."""
+    """A layer of timm that forms its scores itself, or (Swin) repeats a bias: the function that computes it here, and the attributes that it must have."""
 
     forward: Callable[..., Tensor]
     needs: frozenset[str]
@@ -154,7 +154,7 @@ def _torch_with_ours() -> dict[str, Any]:
 
 def _changed(module: types.ModuleType, changes: dict[str, Any]) -> types.ModuleType:
     made = types.ModuleType(module.__name__, module.__doc__)
-    # all else is looked up in the module itself, whatever is imported or patched there later
+    # everything else is looked up in the module itself, also names imported or patched later
     made.__dict__.update({"__getattr__": functools.partial(getattr, module), **changes})
     return made
 

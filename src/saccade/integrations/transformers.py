@@ -318,7 +318,7 @@ def _is_causal(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor
 
 
 def _is_whole(mask: Tensor | None) -> bool:
-    """Whether there is a mask that says of each query what it sees; one of key padding, `[B, Tk]`, does not."""
+    """Whether there is a mask of query and key pairs; a key padding mask, `[B, Tk]`, is none."""
     return mask is not None and mask.dim() != 2
 
 

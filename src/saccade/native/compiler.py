@@ -53,7 +53,7 @@ def no_compiler() -> str:
     return ""
 
 
-# a compiled graph keeps the answer, as it cannot hold the search for a file; see `saccade.nvrtc.toolchain.obstacles`
+# a compiled graph keeps the answer, because the search for a file cannot be traced; see `saccade.nvrtc.toolchain.obstacles`
 no_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

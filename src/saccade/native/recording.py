@@ -65,8 +65,7 @@ def shares(shape: Sequence[int], groups: int, device: torch.device) -> Tensor:
 
 
 class Recorder:
-    """The launches that this thread makes until it is left, which are those of one call. Only the call itself holds it, and what it finds holds no
-    tensor.
+    """Records the launches of this thread, those of one call, until its context ends. Only the call itself holds the recorder, and its result holds no tensor.
 
     shares: see `Planned`.
     """

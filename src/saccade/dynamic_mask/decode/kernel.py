@@ -156,7 +156,7 @@ def _decode_kernel(
     value += first_entry * head_dim
     scores += first_entry
     position += first_entry
-    # the first tile is loaded during the scan, as it does not depend on which entry is evicted
+    # the first tile is loaded during the scan, because it does not depend on the evicted entry
     first = split * per_split
     stop = tl.minimum(first + per_split, size)
     places = first + tl.arange(0, BLOCK_N)

@@ -41,7 +41,7 @@ def _position(entry):
 
 @triton.jit
 def _store_best(entry, inside, keep, out, out_count):
-    """The `keep` best of entries in order of position, of equals the newest, as a list in that order."""
+    """Stores the `keep` best entries in order of position; of equal ones the newest."""
     rank = (entry >> 32).to(tl.uint32)
     wanted = tl.minimum(keep, tl.sum(inside.to(tl.int32), 0))
     threshold = tl.full((), 0, tl.uint32)  # the `wanted`-th best, found bit by bit

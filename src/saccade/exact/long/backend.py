@@ -89,7 +89,7 @@ def _prefers(problem: Problem) -> bool:
     return not _rule(problem).against
 
 
-_NOTES = Source("docs/notes/long.md")  # the only place with times in CUDA graphs, and with times beside `short`
+_NOTES = Source("docs/notes/long.md")  # the only place with times in CUDA graphs and next to those of `short`
 
 
 def _rule(problem: Problem) -> Rule:

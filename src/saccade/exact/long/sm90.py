@@ -58,7 +58,7 @@ def late_maxima(head_dim: int) -> bool:
 
 
 def shared_bytes(direction: str, head_dim: int, config: Sm90Config, bias: bool = False, keys: bool = False) -> int:
-    """Dynamic shared memory of a block; the sources check it. keys: with a mask of keys beside a bias."""
+    """Dynamic shared memory of a block; the sources check it. keys: with a bias and a mask of keys."""
     row, stages = 2 * rounded(head_dim), config.stages
     if direction == "forward":
         team = QUERY_SLOTS * (BLOCK_ROWS * row + 32) + stages * 2 * CHUNK_ROWS * row + 8 * (2 * QUERY_SLOTS + 3 * stages)
@@ -71,7 +71,7 @@ def shared_bytes(direction: str, head_dim: int, config: Sm90Config, bias: bool =
 
 
 def owns_delta(head_dim: int, bias: bool = False) -> bool:
-    """Whether backward computes delta itself. At D = 128 the tiles of out do not fit beside the others; with a bias another kernel finds it."""
+    """Whether backward computes delta itself. At D = 128 the tiles of out do not fit in shared memory too; with a bias another kernel computes it."""
     return head_dim <= 64 and not bias
 
 
@@ -240,7 +240,7 @@ def segment_rows(args: VarlenArgs) -> int:
 
 
 def _alignment(args: VarlenArgs) -> int:
-    """The key that a window is aligned with, as the kernels are compiled for a causal mask that is."""
+    """The key that a window is aligned with, as a value of the macro CAUSAL."""
     return BOTTOM_RIGHT if args.causal in ALIGNED_LAST else UPPER_LEFT
 
 
@@ -323,7 +323,7 @@ def forward(
 
 
 def shown_by(mask: Tensor | None, biased: bool, by_key: bool) -> tuple[Tensor, ...]:
-    """The form of a mask `[B, H, Tq, Tk]` that a kernel reads: bits of pairs, or beside a bias the mask itself, which is one of keys."""
+    """The form of a mask `[B, H, Tq, Tk]` that a kernel reads: bits of pairs, or with a bias the mask itself, which is one of keys."""
     if mask is None:
         return ()
     return (mask if biased else pack(mask, by_key),)

@@ -93,7 +93,7 @@ def tile_config(direction: str, tile: int, block_d: int, element_size: int, feat
     if featured and tile >= 32:
         return TileConfig({32: 2 if block_d <= 64 else 4, 64: 4, 128: 8}[tile], 8, 1)
     config = _TILE_CONFIGS[direction, max(block_d, 32)][tile]
-    # a second sequence beside the first: up to 160 KiB on sm_80
+    # room for a second sequence: up to 160 KiB on sm_80
     tiles = 3 if direction == "fwd" else 4
     room = 96 * 1024 if arch in SMALL_SHARED else 160 * 1024
     crowded = arch != 90 and (2 * tiles * block_d + tile) * tile * element_size > room
@@ -127,7 +127,7 @@ def in_token_tiles(element_size: int, block_d: int, longest: int, has_bias: bool
 
 
 class TokenConfig(NamedTuple):
-    """tile: tokens of a program. step: tokens beside them at a time."""
+    """tile: tokens of a program. step: tokens of their sequences at a time."""
 
     tile: int
     step: int

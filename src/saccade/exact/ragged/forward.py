@@ -52,7 +52,7 @@ def _whole_sequence(
     q = load_rows(query, query_strides, ROWS[0], (s, q_first, h), 0, (q_len, head_dim), TILE, BLOCK_D, MASK_D)
     k = load_rows(key, key_strides, ROWS[1], (s, k_first, h // GROUP), 0, (k_len, head_dim), TILE, BLOCK_D, MASK_D)
     v = load_rows(value, value_strides, ROWS[2], (s, k_first, h // GROUP), 0, (k_len, head_dim), TILE, BLOCK_D, MASK_D)
-    # S = scale Q K^T, in base e beside a bias: in base 2 it would overflow from 2.4e38 on
+    # S = scale Q K^T, in base e with a bias: in base 2 it would overflow from 2.4e38 on
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale if HAS_BIAS else scale * LOG2E)
     if HAS_BIAS:
         pairs = h.to(tl.int64) * bias_strides[0] + lines[:, None] * bias_strides[1] + lines[None, :] * bias_strides[2]
@@ -116,7 +116,7 @@ def masked_scores(
     q, k, beside, beside_strides, where, numbers, SHAPE: tl.constexpr, SEEN: tl.constexpr, HAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile, -inf where a pair is not seen: in base e beside a bias, for which in base 2 they would overflow from 2.4e38 on, else in base 2.
+    """Scores of a tile, -inf where a pair is not seen: in base e with a bias, for which in base 2 they would overflow from 2.4e38 on, else in base 2.
 
     MASKED: it may hold keys that do not exist or are not seen. reach: keys that query 0 sees beyond its own. beside: (mask, bias).
     """
@@ -216,7 +216,7 @@ def forward_long_kernel(
     number = sequences if DENSE else tl.load(count)
     factor = scale if HAS_BIAS else scale * LOG2E
     for item in tl.range(tl.program_id(0), number * heads * tiles, tl.num_programs(0)):
-        # tiles of one head run beside each other and share its keys and values in L2; the longest of a causal one first
+        # tiles of one head run at the same time and share its keys and values in L2; the longest of a causal one first
         tile, pair = tiles - 1 - item % tiles, item // tiles
         s, h = pair // heads, pair % heads
         if not DENSE:

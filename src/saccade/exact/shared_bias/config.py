@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 MAX_HEAD_DIM = 128
 _WIDE_ACCUMULATORS = (90, 100, 103)
-# tiles of keys are no wider, and tiles of queries no longer
+# the widest tile of keys, and the longest tile of queries
 WIDEST = 128
 
 

@@ -94,7 +94,7 @@ def _with_coarse_lse(result: Result) -> Result:
 def compare(
     case: Case, inputs: Inputs, actual: Outputs, seed: int = 0, lse: bool = True, roundings: Roundings = UNAVOIDABLE
 ) -> list[Result]:
-    """Judge outputs of a run on `inputs`, all or some; roundings: those that its kernels have beside the ones that none avoids."""
+    """Judge outputs of a run on `inputs`, all or some; roundings: those of its kernels besides the unavoidable ones."""
     baseline = baseline_of(case, inputs, seed, lse, roundings)
     return judge_all(actual, oracle_of(case, inputs, seed, lse), baseline.only(actual), inputs.query.dtype)
 

@@ -27,8 +27,8 @@ constexpr float LN2 = 0.6931471805599453f;
 constexpr float LARGEST = 3.402823466e+38f;  // finite
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// The number of the thread in its block. The read is volatile, so that what is computed from the number is computed where it is used: kept in
-// registers over a kernel, such values were spilled.
+// The number of the thread in its block. The read is volatile, so that values derived from the number are computed where they are used: kept in
+// registers over a kernel, they were spilled.
 __device__ __forceinline__ int thread_of() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));

@@ -308,7 +308,7 @@ PyObject* memory_checked(Memory* self, PyObject* const* arguments, Py_ssize_t co
         const bool same = one.tensor._unsafe_get_target() == lengths.unsafeGetTensorImpl() && one.keys == keys;
         if (!same && !one.tensor.expired() && all.size() < MOST) all.push_back(one);
     }
-    self->checked->swap(all);  // and those that are left out end here, as in `store`
+    self->checked->swap(all);  // and dropped entries are destroyed here, as in `store`
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
 }

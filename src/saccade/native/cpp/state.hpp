@@ -12,7 +12,7 @@
 
 namespace {
 
-// The address of a tensor's numbers; 0 if it has no memory of its own, as a wrapper of other tensors.
+// The address of a tensor's numbers; 0 if it has no memory of its own, like a wrapper of other tensors.
 int64_t address_of(const c10::TensorImpl& impl) {
     if (!impl.has_storage() || !impl.storage()) return 0;
     return reinterpret_cast<int64_t>(impl.storage().data()) + impl.storage_offset() * static_cast<int64_t>(impl.itemsize());

@@ -6,7 +6,7 @@
 //
 //   a warp    a tile of 64 rows and 64 keys, four rows at a time: lane 8 r + b has byte b of row r
 //
-// There is no instruction but those of CUDA C++. Compiled with THREADS, CAUSAL (a row sees no key with a larger index), WIDE (eight keys are one load:
+// The source uses only CUDA C++. Compiled with THREADS, CAUSAL (a row sees no key with a larger index), WIDE (eight keys are one load:
 // they are adjacent, at a multiple of eight bytes in every row, and kv_len is a multiple of eight).
 typedef unsigned long long u64;
 

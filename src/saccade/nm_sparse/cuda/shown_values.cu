@@ -5,7 +5,7 @@
 //
 //   a warp    a key of a key head: its value, then the bias of 32 queries at a time, until one sees the key
 //
-// There is no instruction but those of CUDA C++. Compiled with THREADS, CAUSAL, BLOCK (rows and columns of a tile of the block mask, 0 without one),
+// The source uses only CUDA C++. Compiled with THREADS, CAUSAL, BLOCK (rows and columns of a tile of the block mask, 0 without one),
 // VALUE_BYTES and BIAS (bytes of a number, 2 or 4), EXPONENT (the bits of a value that are all ones in an infinity or NaN), HIDDEN (the bits of a bias
 // of -inf).
 typedef unsigned int u32;

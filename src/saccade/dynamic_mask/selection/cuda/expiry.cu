@@ -10,7 +10,7 @@
 // entries that came from the left half: so "the c-th position among the best m entries" is one walk down the runs.
 //
 // Macros: CHUNK (a power of two), LEVELS (its logarithm), SEARCHERS (threads that search, a divisor of CHUNK), BATCH (chunks that are searched
-// side by side). There is no instruction but those of CUDA C++ and of dependent.cuh.
+// side by side). The source uses only CUDA C++ and the instructions of dependent.cuh.
 #include "dependent.cuh"
 
 typedef unsigned char u8;
@@ -20,7 +20,7 @@ typedef unsigned long long u64;
 
 extern __shared__ __align__(128) u8 shared_memory[];
 
-// what is kept of a sorted chunk
+// the stored parts of a sorted chunk
 struct Tree {
     u32* ranks;   // [CHUNK] in falling order; 0 for keys that are not there
     u16* order;   // [CHUNK] their places in the chunk
@@ -139,7 +139,7 @@ __device__ __forceinline__ int find_place(const u16* lefts, int prefix, int want
     return begin;
 }
 
-// what a thread holds of the ranks of BATCH chunks, on their way to shared memory
+// a thread's part of the ranks of BATCH chunks, on its way to shared memory
 struct Ranks {
     static constexpr int MINE = CHUNK / SEARCHERS;
     u32 ranks[BATCH][MINE];

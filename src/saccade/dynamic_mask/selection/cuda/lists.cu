@@ -6,7 +6,7 @@
 //
 // Shared memory:   | intervals of the collected keys: `room` pairs | their positions: `room` | of_warps: keys that each warp found in a turn |
 //
-// Compiled with THREADS. There is no instruction but those of CUDA C++ and of dependent.cuh.
+// Compiled with THREADS. The source uses only CUDA C++ and the instructions of dependent.cuh.
 #include "dependent.cuh"
 
 typedef unsigned int u32;

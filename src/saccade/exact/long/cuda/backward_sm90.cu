@@ -30,7 +30,7 @@
 // With a WINDOW a block takes the keys of a segment, so that a long sequence occupies many blocks. Queries whose window begins in a segment
 // are its own: it writes their dQ, and goes on to the rounds behind its end that their windows reach, of which it writes no dK and dV. A round meets only
 // the chunks that see its keys, and unfinished dQ has a place for as many chunks as a window reaches at a time. A segment has SEGMENT rounds. If SEGMENT
-// is 1, each block has an equal share of all rounds, one behind another, and what it has of a sequence is a segment.
+// is 1, each block has an equal share of all rounds, one after another, and its part of a sequence is a segment.
 //
 // Compiled with the macros of chunks_sm90.cuh, STAGES, SEGMENT, OWN_DELTA (0: delta is given, since O does not fit beside the others), KEY_REGISTERS,
 // QUERY_REGISTERS, LOAD_REGISTERS and SHARED_BYTES.
@@ -567,12 +567,12 @@ struct Loads {
     bool pending = false, fresh = false;  // fresh: its delta is to be computed
     bool inside, kept;            // whether the row of this thread exists; whether its delta is needed again
     long long place;              // of its numbers
-    float row;                    // lse, or delta; with a bias, what is added to scores, or -delta
+    float row;                    // lse, or delta; with a bias, the shift of the scores, or -delta
     bool is_far = false;          // of a bias
 
     __device__ __forceinline__ Loads(LongBackwardShared shared, const Inputs& in, Group group) : shared(shared), in(in), group(group) {}
 
-    // K and V of a round, and what it is
+    // K and V of a round, and the round's numbers
     __device__ __forceinline__ void ask_round(const Round& round) {
         if (number >= 2) barrier_wait(shared.barrier(KEYS_READ + number % 2), (number / 2 - 1) & 1);
         if (WINDOW) sync_threads(OF_LOADS, 128);  // a round without chunks could end before a slow warp has seen this phase, which then never comes

@@ -395,7 +395,7 @@ struct Output {
 };
 
 // The works of a block with a BIAS: all queries of a tile, of as many members as it has teams. Members are the problems that share a matrix of the bias,
-// row by row and, if it has one head, head by head. Heads lie beside each other in time, as they do in memory, and the tiles of one problem too.
+// row by row and, if it has one head, head by head. Heads are adjacent in time, as in memory, and so are the tiles of one problem.
 #if BIAS
 struct Sharing {
     const Batch& batch;
@@ -506,7 +506,7 @@ struct Loads {
 
     __device__ __forceinline__ void run() {
         const int blocks = IN_PARTS ? 1 : (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS, all = batch.items() * blocks;
-        // Blocks of one head run beside each other and share its keys and values in L2; the longest of a causal one first. Teams take turns if a team
+        // Blocks of one head run at the same time and share its keys and values in L2; the longest of a causal one first. Teams take turns if a team
         // would otherwise always get the same blocks.
         const int teams = TEAMS * gridDim.x;
         const bool turns = CAUSAL && teams % blocks == 0;

@@ -1,4 +1,4 @@
-// A mask of keys beside a bias: a hidden key has a bias of -inf. The byte permutations that unpack a bias take the bytes of -inf in place of its own where
+// A mask of keys together with a bias: a hidden key has a bias of -inf. The byte permutations that unpack a bias take the bytes of -inf in place of its own where
 // a selector says so. Besides the selectors' own instructions, that costs none for a pair in bfloat16, and one for two pairs in half.
 #pragma once
 #include "long_instruction.cuh"

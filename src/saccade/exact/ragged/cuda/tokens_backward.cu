@@ -32,7 +32,7 @@ __device__ __forceinline__ int inside_tile(int row) {
     return min(max(row, 0), ROWS - 1);
 }
 
-// what the rows of a query head are loaded from
+// the addresses from which the rows of a query head are loaded
 struct QueryHead {
     const Rows query, dout, out;
     const float *lse, *dlse;
@@ -205,7 +205,7 @@ __device__ __forceinline__ void clear(float (&d)[HEAD_DIM / 2]) {
     for (int e = 0; e < HEAD_DIM / 2; e++) d[e] = 0.0f;
 }
 
-// all copies are there, and what was computed meanwhile
+// all copies have landed, and the numbers computed meanwhile are written
 __device__ __forceinline__ void await_rows() {
     copies_commit();
     copies_wait<0>();

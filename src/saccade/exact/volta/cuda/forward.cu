@@ -61,8 +61,8 @@ __device__ __forceinline__ void multiply_keys(
     for (int i = 0; i < ROW_TILES * GROUPS; i++) widen(scores[i / GROUPS][i % GROUPS], products[i / GROUPS][i % GROUPS]);
 }
 
-// Scores become weights relative to a score that is no smaller than the largest so far by more than SLACK powers of two; where it has
-// to rise, what was summed before is brought to it. It seldom rises: rescaling 64 x D sums costs as much as the weights.
+// Scores become weights relative to a reference score, which may be below the largest so far by at most SLACK powers of two. If the reference rises,
+// earlier sums are rescaled to it. It seldom rises: rescaling 64 x D sums costs as much as the weights.
 template <bool CHECKED>
 __device__ __forceinline__ void soften(
     State& state, float (&scores)[ROW_TILES][GROUPS][8], const Mask& mask, float factor, int first_query, int first_key, int q_len,

@@ -88,7 +88,7 @@ __device__ __forceinline__ u32 odd_bits(u32 word, int t) {
     return word << (6 - 2 * t);
 }
 
-// 32 words of a warp, one a lane, as a matrix of bits: rows and columns exchanged
+// transposes 32 words of a warp, one a lane, as a matrix of bits
 __device__ __forceinline__ u32 transpose_bits(u32 x) {
 #pragma unroll
     for (int j = 16; j > 0; j /= 2) {

@@ -270,7 +270,7 @@ struct Consumer {
         }
     }
 
-    // weights of the tile in hand as an operand, which no product may be reading, and what they add to the sum
+    // the weights of the current tile as an operand, which no product may be reading, and their sum
     template <bool MASKED, bool SHIFTED, int GROUPS>
     __device__ __forceinline__ void weigh(const float2 (&bias)[GROUPS]) {
         each_pair<MASKED>(bias, [&](int i, int h, float2 x) {
@@ -287,7 +287,7 @@ struct Consumer {
     // whether a weight of these rows is too large for its format, or NaN
     __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, !(added[0] <= LIMIT && added[1] <= LIMIT)); }
 
-    // a reference of each row that is no less than its scores in the tile in hand, nor than the one before
+    // a reference for each row, at least as large as its scores in the current tile and the reference before
     template <bool MASKED, int GROUPS>
     __device__ __forceinline__ void refer(const float2 (&bias)[GROUPS]) {
         float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
@@ -335,7 +335,7 @@ struct Consumer {
         place.advance();
     }
 
-    // The first tile of a block, when there are no weights to multiply with V yet. whole: how many keys all rows see.
+    // The first tile of a block, before there are weights to multiply with V. whole: how many keys all rows see.
     __device__ __forceinline__ void first_tile(int whole, bool more, const Block& following) {
         float2 bias[BLOCK_N / 8];
         barrier_wait(ring.full(place.stage), place.parity);

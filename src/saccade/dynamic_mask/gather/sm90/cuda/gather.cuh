@@ -77,7 +77,7 @@ struct Ring {
     }
 };
 
-// what the gatherer reads; strides in elements, of rows in bytes
+// the tensors that the gatherer reads; strides in elements, those of rows in bytes
 struct Gathered {
     const Number *key, *value;
     const float* scores;
@@ -141,7 +141,7 @@ struct Gatherer {
         // the compiler assumes that the result of a shuffle is the same in all lanes
         first_row = __shfl_sync(~0u, threadIdx.x % (32 * GATHER_WARPS) / 32 * ROWS, 0);
         int row = lane / ACROSS, chunk = lane % ACROSS;
-        // `swizzled`, of a row whose number is no more than 7 past a multiple of 8, which the compiler does not see
+        // `swizzled`, for a row at most 7 past a multiple of 8, which the compiler does not know
         corner = chunk / 8 * COLUMN_BYTES + (first_row + row) * 128 + (((chunk % 8) ^ row) * 16);
     }
 
