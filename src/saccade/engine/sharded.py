@@ -235,7 +235,7 @@ def _placements(dims: Dims, roles: _Roles) -> list[Any]:
 
 
 def _strides(part: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor of the global shape whose dims lie in memory in the order of a part's."""
+    """The strides of a dense tensor of the global shape whose dims have the memory order of a part's."""
     strides, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda i: (part.stride(i), -i)):
         strides[dim] = step

@@ -20,7 +20,7 @@ def kept_by_counting(
     sinks: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Boolean `[B, Hkv, Tq, Tk]`, as `kept` gives it, where the scores lie; O(B Hkv Tk (Tq + Tk)) memory."""
+    """Boolean `[B, Hkv, Tq, Tk]`, as `kept` gives it, on the device of the scores; O(B Hkv Tk (Tq + Tk)) memory."""
     batch, _, kv_len = key_scores.shape
     device = key_scores.device
     keys, at = torch.arange(kv_len, device=device), torch.arange(kv_len - q_len, kv_len, device=device)[:, None]

@@ -96,7 +96,7 @@ def place_kernel(
 
 
 def make_plan(cu_q: Tensor, cu_k: Tensor) -> Plan:
-    """The lists of a batch, int32 cu_seqlens `[B + 1]`. Those of a recorded call lie where they lie for every batch that C++ replays."""
+    """The lists of a batch, int32 cu_seqlens `[B + 1]`. In a recorded call they have the same places as for every batch that C++ replays."""
     sequences, device = cu_q.shape[0] - 1, cu_q.device
     blocks = programs = triton.cdiv(sequences, _BLOCK)
     room = sequences
@@ -140,7 +140,7 @@ def of_batch(known: LaunchCache, kind: Hashable, ends: tuple[Tensor, ...], make:
     seen = known.get(key)
     if seen is not None and seen[1] == versions and all(ref() is x for ref, x in zip(seen[0], ends, strict=True)):
         return seen[2]
-    # lists of a graph go with the offsets: they lie in its memory
+    # lists of a graph are dropped with the offsets, because they lie in its memory
     forget = (lambda _: known.pop(key, None)) if capture else None
     return known.remember(key, (tuple([weakref.ref(x, forget) for x in ends]), versions, make()))[2]
 

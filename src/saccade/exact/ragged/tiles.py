@@ -1,4 +1,4 @@
-"""Device fragments of the ragged family: where a sequence lies, loads and stores of its rows, which pairs are visible.
+"""Device fragments of the ragged family: the rows of a sequence, their loads and stores, and which pairs are visible.
 
 A batch is ragged in one of two ways, which differ in addresses alone:
 

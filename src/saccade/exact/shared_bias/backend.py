@@ -47,7 +47,7 @@ def _prefers(problem: Problem) -> bool:
 
 
 def _rule(problem: Problem) -> Rule:
-    """Calls for which `auto` takes these kernels: those of the table in which they are faster than torch's function, and what lies between."""
+    """Calls for which `auto` takes these kernels: those of the table in which they are faster than torch's function, and sizes between them."""
     if problem.device_type != "cuda":
         return Rule("the interpreter is for tests")
     longest = max(problem.q_len, problem.kv_len)

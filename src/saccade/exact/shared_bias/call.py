@@ -105,7 +105,7 @@ class SharedBiasCall:
         return copy, (strides, *self.numbers[1:])
 
     def once(self, name: str, strides: tuple, make: Callable[[], Any]) -> Any:
-        """The plan of a launch, worked out once. strides: of the tensors that may lie otherwise in another call of the signature."""
+        """The plan of a launch, worked out once. strides: of the tensors whose layout may differ in another call of the signature."""
         found = self._remembered.get((name, strides))
         if found is None:
             found = self._remembered[name, strides] = make()

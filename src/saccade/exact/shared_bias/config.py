@@ -27,7 +27,7 @@ class Config:
     """The shapes of a call, of each kernel.
 
     programs: that a multiprocessor is given of the kernel that sums the gradient of the bias; they share the rows.
-    turns: whether dK and dV read a copy of a shared bias with the queries of a key side by side, as their scores lie.
+    turns: whether dK and dV read a copy of a shared bias with the queries of a key side by side, like their scores.
     """
 
     forward: Shape

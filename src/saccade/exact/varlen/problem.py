@@ -54,7 +54,7 @@ class VarlenProblem:
 
     @property
     def device(self) -> torch.device:
-        """The device that all tensors of the call lie on."""
+        """The device of all tensors of the call."""
         return torch.device(self.device_type) if self.device_index is None else torch.device(self.device_type, self.device_index)
 
     # attributes that dispatch reads from every description

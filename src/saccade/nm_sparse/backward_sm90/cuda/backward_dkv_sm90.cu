@@ -94,7 +94,7 @@ struct Producer {
     u32 near[2], far[2];  // of a tile, the bits of queries `lane` and `lane + 32`
     float stats[2];       // of both
 
-    // the 64 keys of the block whose bits this warp loads; warp 0 loads lse too, and warp 1 delta
+    // the 64 keys of the block whose bits this warp loads; with 0 it loads lse too, with 1 delta
     __device__ __forceinline__ int half() const { return thread_of() / 32 % 2; }
 
     __device__ __forceinline__ void load_own() {

@@ -6,9 +6,9 @@
 // A fragment of K or V that a warp reads is multiplied with all queries of the warp: with 16 queries a warp, reading shared memory took longer
 // than the products. tiles_half.cuh and tiles_tf32.cuh describe the layout of tiles in shared memory and how products read them.
 //
-// On sm_90 `mma.sync` hides no addition of any warp. So two things count: how many instructions a tile takes, and that one of the two warps of a
-// scheduler can always issue its next one. With STAGES of 3 or 4 the warps wait for no barrier of the whole block within a tile (turns.cuh), which is
-// 3 to 12 % faster.
+// On sm_90 an addition takes as long while `mma.sync` runs, in any warp, as without it. So two things count: how many instructions a tile takes, and
+// that one of the two warps of a scheduler can always issue its next one. With STAGES of 3 or 4 the warps wait for no barrier of the whole block
+// within a tile (turns.cuh), which is 3 to 12 % faster.
 //
 // Shared memory:   | STAGES x (K, V) | Q of the block (16-bit numbers) | STAGES > 2: the barrier of turns |
 //

@@ -2,8 +2,7 @@
 //
 //   block of queries -> list of keys -> tiles of BLOCK_N keys, each a place of the ring: K, V and for every key bias, start and stop of
 //   its interval of positions and (INDICES) its index. Consumers wait for `full`, and each of their warps arrives at `empty`.
-//
-// K and V lie as wgmma reads them: column blocks of 64 (128 bytes), BLOCK_N rows each, swizzled by 128 bytes. The copies write as threads
+// K and V have the layout that wgmma reads: column blocks of 64 (128 bytes), BLOCK_N rows each, swizzled by 128 bytes. The copies write as threads
 // do and the products read as the copy engine does, so the writers fence (a fence by the consumers would cost 150 clocks a tile).
 //
 // Compiled with HEAD_DIM (64, 128), BLOCK_N (64, 128), STAGES, HAS_SCORES, INDICES, BF16, GATHER_WARPS (the first of a warpgroup; rows
