@@ -65,8 +65,7 @@ void describe(Key& key, const Tensor& tensor, bool ragged = false) {
 
 int64_t start_of(const Tensor& tensor) { return reinterpret_cast<int64_t>(tensor.const_data_ptr()); }
 
-// Launches are recorded by address, which cannot distinguish tensors that begin at the same one. So the key holds, for each tensor, the first that begins
-// there.
+// Launches are recorded by address, and tensors may begin at the same one. So the key holds, for each tensor, the first that begins there.
 void describe_starts(Key& key, const std::vector<int64_t>& starts) {
     for (int64_t start : starts) key.push_back(std::find(starts.begin(), starts.end(), start) - starts.begin());
 }
