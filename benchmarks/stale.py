@@ -75,7 +75,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
 # tables whose problems `tools.launches` reads -> notes of the rows that measure the device alone, or None if all do; other rows measure the host too
 BY_LAUNCHES: dict[str, tuple[str, ...] | None] = {
     "short_full": None, "short_long": None, "short_models": None, "short_pooling": None,
-    "shared_bias": None, "short_sizes": ("kernel",), "short_ragged": ("captured",), "windows": ("captured",),
+    "shared_bias": None, "short_sizes": ("kernel",), "short_ragged": ("captured",), "windows": ("captured",), "short_auto": (),
 }  # fmt: skip
 # names that changed and nothing with them: the first is compared as the second
 RENAMED = {

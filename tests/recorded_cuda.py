@@ -7,7 +7,7 @@ import ctypes
 import struct
 from types import SimpleNamespace
 
-from saccade.exact.long import bias_gradient, sm90
+from saccade.exact.long import bias, bias_gradient, sm90
 from saccade.exact.ragged import sm80, tokens_sm90
 from saccade.exact.short import sm90 as short_sm90
 from saccade.nvrtc import Options, parameters_of
@@ -68,6 +68,16 @@ def call_of_bias_gradient(found):
     return call
 
 
+def ready_of_bias_rows(found):
+    """In the place of `CudaLaunch.ready`, for the kernel that copies a bias."""
+
+    def ready(call, device):
+        assert call.kernel == "bias_rows"
+        return Stub(found, call.kernel, call.grid, call.threads, call.shared_bytes)
+
+    return ready
+
+
 def bound_of_tokens(found):
     """In the place of `tokens_sm90._launch`."""
 
@@ -103,6 +113,7 @@ def functions(found: list):
 
 
 def _parameters():
+    yield "bias_rows", parameters_of(bias.SOURCE, "bias_rows", Options())
     yield "ragged_backward", parameters_of(sm80.SOURCE, "ragged_backward", Options())
     for direction in ("forward", "backward"):
         yield f"{direction}_sm90", parameters_of(short_sm90.source(direction), f"{direction}_sm90", Options())

@@ -272,6 +272,13 @@ def unused(
     return {name: text for name, text in new.items() if not any(_kin(str(Path(name).parent), x) for x in differing)}
 
 
+def _absent_at(name: str, commit: str) -> str:
+    """The commit at which a file was not there, and the problems that run it now if `tools.launches` knows them."""
+    if not name.endswith(".cu") or not name.startswith(tuple(_LAUNCHED_BY)):
+        return commit
+    return _quoted(commit, "; ".join(run_by(name, commit)) or "none")
+
+
 def _kin(one: str, other: str) -> bool:
     """Whether one folder lies in the other, or is it."""
     return one == other or one.startswith(f"{other}/") or other.startswith(f"{one}/")
@@ -296,7 +303,7 @@ def main(
         found = compared(changed, before, commit)
     known = SAME_CODE.read_text(encoding="utf-8")
     lines = [f"{name},{','.join(codes[name])},{measured}\n" for name, (same, measured) in found.items() if same]
-    lines += [f"{name},{ABSENT},{code_of(text, name)},{commit}\n" for name, text in unused(texts, codes, found).items()]
+    lines += [f"{name},{ABSENT},{code_of(text, name)},{_absent_at(name, commit)}\n" for name, text in unused(texts, codes, found).items()]
     SAME_CODE.write_text(known + "".join(line for line in lines if line not in known), encoding="utf-8")
     for name, (same, _) in found.items():
         print(f"{name}: {'the same' if same else 'other instructions or launches'}")

@@ -14,7 +14,6 @@ import saccade
 from saccade.exact.long import backend as long_backend
 from saccade.exact.long import bias_gradient, config, sm90
 from saccade.exact.long.backend import LONG
-from saccade.exact.long.bias import readable
 from saccade.exact.problem import describe_attention
 from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import launchers
@@ -417,28 +416,6 @@ def test_parts_of_the_rows_that_share_a_bias(tiles, members, wanted):
     each, parts = bias_gradient.parts_of(tiles, members, 132)
     assert (each, parts) == wanted
     assert (parts - 1) * each < members <= parts * each
-
-
-@pytest.mark.parametrize(
-    ("bias", "copied"),
-    [
-        (torch.zeros(1, 2, 9, 16).half(), False),
-        (torch.zeros(1, 2, 9, 20).half()[..., :16], True),
-        (torch.zeros(1, 2, 9, 24).half()[..., :17], False),
-        (torch.zeros(2, 9, 16).half().expand(5, -1, -1, -1), False),
-        (torch.zeros(1, 2, 1, 16).half().expand(-1, -1, 9, -1), True),
-        (torch.zeros(1, 9, 16, 2).half().permute(0, 3, 1, 2), True),
-        (torch.zeros(1, 2, 9, 17).half(), True),
-        (torch.zeros(289).half()[1:].view(1, 2, 9, 16), True),
-    ],
-    ids=lambda x: "x".join(map(str, x.stride())) if isinstance(x, torch.Tensor) else str(x),
-)
-def test_biases_that_the_copy_engine_cannot_read_are_copied(bias, copied):
-    found = readable(bias)
-    assert found.shape == (1, *bias.shape[1:])
-    assert (found.data_ptr() != bias.data_ptr()) == copied
-    assert found.data_ptr() % 16 == 0
-    assert all(s % 8 == 0 for s in found.stride()[:3])
 
 
 def problem_of(monkeypatch, batch=512, heads=12, q_len=197, kv_len=197, dim=64, **changes):

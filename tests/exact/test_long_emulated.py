@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import emulator
 import pytest
@@ -14,13 +15,14 @@ from saccade.engine.window import ends_of, in_window
 from saccade.exact.args import AttentionArgs, repeated
 from saccade.exact.long import bias_gradient, config, mask_bits, sm90
 from saccade.exact.long import launchers as long
+from saccade.exact.long.bias import UNIT, bias_rows_call, readable
 from saccade.exact.ragged import launchers as ragged
 from saccade.exact.shared_bias import launchers as of_bias
 from saccade.exact.testing.check import check_attention
 from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, FULL, FULL_BOTTOM_RIGHT, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.launch import delta
 from saccade.launch.cache import LaunchCache
-from saccade.launch.cuda import CudaLaunch
+from saccade.launch.cuda import CudaLaunch, run
 from saccade.testing.cases import Case
 from saccade.testing.judge import report
 
@@ -262,6 +264,50 @@ def test_bits_behind_the_last_column_of_a_mask_are_0(by_key):
     columns = 40 if by_key else 70
     assert words.shape == (1, 2, 110 - columns, -(-columns // 64))
     assert {sum(int(x) % 2**64 << 64 * i for i, x in enumerate(row)) for row in words.flatten(0, 2)} == {2**columns - 1}
+
+
+@pytest.mark.parametrize(
+    ("bias", "copied"),
+    [
+        (torch.zeros(1, 2, 9, 16).half(), False),
+        (torch.zeros(1, 2, 9, 20).half()[..., :16], True),
+        (torch.zeros(1, 2, 9, 24).half()[..., :17], False),
+        (torch.zeros(2, 9, 16).half().expand(5, -1, -1, -1), False),
+        (torch.zeros(1, 2, 1, 16).half().expand(-1, -1, 9, -1), True),
+        (torch.zeros(1, 9, 16, 2).half().permute(0, 3, 1, 2), True),
+        (torch.zeros(1, 2, 9, 17).half(), True),
+        (torch.zeros(289).half()[1:].view(1, 2, 9, 16), True),
+    ],
+    ids=lambda x: "x".join(map(str, x.stride())) if isinstance(x, torch.Tensor) else str(x),
+)
+def test_biases_that_the_copy_engine_cannot_read_are_copied(bias, copied):
+    bias = bias.copy_(torch.randn(bias.shape)) if 0 not in bias.stride() else bias
+    found = readable(bias)
+    assert torch.equal(found, bias[:1])
+    assert found.shape == (1, *bias.shape[1:])
+    assert (found.data_ptr() != bias.data_ptr()) == copied
+    assert found.data_ptr() % 16 == 0
+    assert all(s % 8 == 0 for s in found.stride()[:3])
+
+
+@pytest.mark.parametrize("keys", [1, 7, 8, 9, 15, 16, 17, 255, 257])
+@pytest.mark.parametrize("begins", [0, 1])
+@pytest.mark.parametrize("laid", ["rows", "rows of a wider matrix", "transposed", "every other key"])
+def test_a_copied_bias(keys, begins, laid):
+    """Nothing is read beside the bias, where NaN lies. The numbers behind the end of a row are 0."""
+    windows, heads, queries = 3, 2, 35
+    rows, wide = windows * heads * queries, keys + (0 if laid == "rows" else 5)
+    memory = torch.full((begins + 2 * rows * wide,), math.nan).half()
+    bias = memory[begins : begins + rows * wide].view(windows, heads, queries, wide)[..., :keys]
+    if laid == "transposed":
+        bias = memory[begins : begins + rows * keys].view(windows, keys, heads, queries).permute(0, 2, 3, 1)
+    elif laid == "every other key":
+        bias = memory[begins:].view(windows, heads, queries, 2 * wide)[..., : 2 * keys : 2]
+    bias.copy_(torch.randn(bias.shape))
+    made = torch.full((windows, heads, queries, -(-keys // UNIT) * UNIT), math.nan).half()
+    run(bias_rows_call, (bias, made), (), lambda device: 1)
+    assert torch.equal(made[..., :keys], bias)
+    assert not made[..., keys:].any()
 
 
 def test_masks_beside_causal_rows():

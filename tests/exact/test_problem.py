@@ -182,26 +182,16 @@ def test_host_time_beside_a_mask_of_keys_counts_as_without(monkeypatch, shape):
     assert beside == replace(problem, key_mask=True)
 
 
-@pytest.mark.parametrize(
-    ("keys", "laid", "counts"),
-    [
-        (200, lambda x: x, False),
-        (197, lambda x: torch.nn.functional.pad(x, (0, 3))[..., :197], False),
-        (197, lambda x: x, True),
-        (192, lambda x: x.mT.contiguous().mT, True),
-        (128, lambda x: x.mT.contiguous().mT, True),
-        (49, lambda x: x, False),
-    ],
-    ids=["whole units", "a view of wider rows", "rows at odd addresses", "transposed", "128 transposed", "repeated by `short`"],
-)
-def test_host_time_of_a_bias_that_is_copied_counts(monkeypatch, keys, laid, counts):
-    """C++ makes no copy, so a small eager call is left to torch's function."""
+@pytest.mark.parametrize("keys", [200, 197, 49])
+@pytest.mark.parametrize("laid", [lambda x: x, lambda x: x.mT.contiguous().mT], ids=["rows", "transposed"])
+def test_host_time_of_a_bias_does_not_count(monkeypatch, keys, laid):
+    """C++ repeats the call, and the copy of a bias whose rows begin at odd addresses."""
     monkeypatch.setattr(native, "calls", object())
     x, bias = torch.randn(12, 3, keys, 32).bfloat16(), laid(torch.randn(1, 3, keys, keys).bfloat16())
     problem = describe_attention(x, x, x, bias, 0.0, False, None, False, None, False, False, False)
-    assert problem.host_counts == counts
+    assert not problem.host_counts
     on_sm90 = replace(problem, device_type="cuda", device_index=0, arch=90)
-    assert ("host time" in LONG.rule(on_sm90).said) == counts
+    assert "host time" not in LONG.rule(on_sm90).said
 
 
 def test_a_number_is_refused_though_an_equal_one_is_remembered():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade.exact.long import mask_bits
+from saccade.exact.long import bias, mask_bits
 from saccade.exact.ragged import sm80, tokens_sm90
 from saccade.exact.ragged.config import TOKENS_SM90_CONFIGS
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, VarlenArgs
@@ -68,6 +68,15 @@ def test_binaries_of_mask_bits(rows_lie_close, architecture):
     mask = torch.ones(2, 3, 40, 70, dtype=torch.bool)
     call = mask_bits.mask_bits_call(mask.mT if rows_lie_close else mask, torch.empty(2, 3, 70, 2, dtype=torch.int64), 132)
     assert usage_of(call.source, call.options, architecture).stack == 0
+
+
+@pytest.mark.parametrize("rows_lie_close", [False, True])
+def test_binaries_of_bias_rows(rows_lie_close):
+    rows = torch.zeros(2, 3, 70, 70, dtype=torch.bfloat16)
+    call = bias.bias_rows_call(rows.mT if rows_lie_close else rows, torch.empty(2, 3, 70, 72, dtype=torch.bfloat16), 132)
+    usage = usage_of(call.source, call.options, "90")
+    assert usage.stack == 0
+    assert usage.registers <= 32  # of the eight blocks of a multiprocessor
 
 
 @TARGETS

@@ -18,7 +18,9 @@ from saccade.engine import dispatch
 from saccade.exact.long import bias_gradient, sm90
 from saccade.exact.op import OPS
 from saccade.exact.recorded import begin_recording
+from saccade.launch import cuda as launch_cuda
 from saccade.launch.cache import LaunchCache
+from saccade.launch.cuda import CudaLaunch
 from saccade.native.recording import Recorder
 
 BATCH, HEADS, DIM = 6, 2, 64
@@ -38,6 +40,9 @@ def seen(monkeypatch):
     monkeypatch.setattr(bias_gradient, "_LAUNCHES", LaunchCache())
     for module in (sm90, bias_gradient):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    # what Python's calls free could begin where their next memory does
+    held, scratch = [], sm90.scratch
+    monkeypatch.setattr(sm90, "scratch", lambda *given: held.append(scratch(*given)) or held[-1])
     yield found
     next(made, None)
 
@@ -245,30 +250,47 @@ def test_a_mask_of_keys_is_saved_as_any_tensor(seen, monkeypatch):
         torch.autograd.grad(out, given["bias"], torch.randn_like(out))
 
 
-@pytest.mark.parametrize(
-    ("keys", "laid", "copied"),
-    [
-        (200, lambda x: x, False),
-        (197, lambda x: torch.nn.functional.pad(x, (0, 3))[..., :197], False),
-        (197, lambda x: x, True),
-        (192, lambda x: x.mT.contiguous().mT, True),
-        (192, lambda x: torch.nn.functional.pad(x, (1, 7))[..., 1:193], True),
-    ],
-    ids=["rows that fill no tiles", "a view of wider rows", "rows at odd addresses", "transposed", "begins at an odd address"],
-)
-def test_a_bias_that_is_copied_stays_with_python(seen, keys, laid, copied, monkeypatch):
-    size = (136, keys)
-    call, launchers, made = Call(size, (1, HEADS), (), True, monkeypatch), OPS.launchers, []
-    monkeypatch.setattr(OPS, "launchers", lambda name: made.append(name) or launchers(name))
-    for _ in range(3):
-        given = call.tensors()
-        given["bias"] = laid(given["bias"].detach()).requires_grad_()
-        leaves, before = [given[n] for n in ("query", "key", "value", "bias")], len(made)
+COPIES = {  # keys, how the bias lies, and the directions in which it is copied
+    "rows that fill no tiles": (200, lambda x: x, ""),
+    "a view of wider rows": (197, lambda x: torch.nn.functional.pad(x, (0, 3))[..., :197], ""),
+    "rows at odd addresses": (197, lambda x: x, "forward and backward"),
+    "transposed": (192, lambda x: x.mT.contiguous().mT, "forward and backward"),
+    # the node of C++ brings a saved tensor back at an address of its own
+    "begins at an odd address": (192, lambda x: torch.nn.functional.pad(x, (1, 7))[..., 1:193], "forward"),
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_bias_that_is_copied(seen, kind, monkeypatch):
+    """C++ launches the copy too, and hands it to every kernel that moves tiles of the bias."""
+    keys, laid, copied = COPIES[kind]
+    wide = -(-keys // 8) * 8
+    call, copy, kinds = Call((136, keys), (1, HEADS), (), True, monkeypatch), number_of("bias_rows"), []
+    monkeypatch.setattr(CudaLaunch, "ready", recorded_cuda.ready_of_bias_rows(seen))
+    monkeypatch.setattr(launch_cuda, "_READY", LaunchCache())
+    for i in range(4):
+        if i == 2:
+            by_cpp(monkeypatch)
+        given, before = call.tensors(), len(seen)
+        bias = given["bias"] = laid(given["bias"].detach()).requires_grad_()
+        leaves = [given[n] for n in ("query", "key", "value", "bias")]
         out = saccade.attention(*leaves, backend="long")
+        forward, middle = seen[before:], len(seen)
         *_, dbias = torch.autograd.grad(out, leaves, torch.randn_like(out))
         assert torch.equal(dbias, call.dbias)
-    assert len(made) - before == 2 * copied
-    assert len(native.calls) == (not copied)
+        for direction, launches in (("forward", forward), ("backward", seen[middle:])):
+            copies = [x for x in launches if x[0] == copy]
+            assert len(copies) == (direction in copied or (bool(copied) and i == 0))
+            maps = [x[4][-1] for x in launches if len(x) > 3 and x[0] != copy]
+            assert len(maps) == (1 if direction == "forward" else 2)
+            (address,) = {x[0] for x in maps}
+            if copies:
+                assert copies[0][5][:2] == (bias.data_ptr(), address)
+                assert {x[1:3] for x in maps} == {((1, HEADS, 136, keys), (16, 2 * 136 * wide, 2 * wide))}
+            assert (address == bias.data_ptr()) == (not copied)
+        kinds.append([x[:2] for x in seen[before:]])
+    assert kinds[1] == kinds[2] == kinds[3]
+    assert len(native.calls) == 1
 
 
 def test_an_op_without_the_gradient_of_the_bias(seen, monkeypatch):

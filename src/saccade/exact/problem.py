@@ -14,7 +14,6 @@ from saccade.engine.window import Window, check_alone, check_window, restricting
 from saccade.errors import InvalidArgument
 from saccade.exact.args import AttentionArgs, windows_of
 from saccade.exact.causal_bias import is_causal_bias
-from saccade.exact.long.bias import in_units
 from saccade.hardware import arch_of
 
 SHORT_TOKENS = 128  # the most tokens of the backend `short`; `long` takes longer rows, and shorter ones too
@@ -55,15 +54,7 @@ def describe_attention(
         shape = tuple(attn_mask.shape[-4:])
         problem = replace(problem, batch_shape=(images * windows,), rank=4, windows=windows, mask_shape=shape)
         problem = replayed_by_cpp(problem, attn_mask)
-    if attn_mask is not None and problem.python_counts and _is_copied(problem, attn_mask):
-        problem = replace(problem, host_counts=True)
     return problem if key_mask is None else replace(problem, key_mask=True)
-
-
-def _is_copied(problem: Problem, attn_mask: Tensor) -> bool:
-    """Whether the kernels of `long` copy the bias, which C++ cannot replay. Up to 128 tokens C++ replays other kernels."""
-    beyond = max(problem.q_len, problem.kv_len) >= SHORT_TOKENS
-    return beyond and problem.mask == "bias" and attn_mask.dim() > 1 and not in_units(attn_mask)
 
 
 def with_key_mask(
