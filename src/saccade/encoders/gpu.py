@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade.encoders.capacity import size_of
 from saccade.encoders.packing import Packed, unpack
 
-_MOST_SLOTS = 4  # forwards that still wait for their backward; losses of sentence-transformers have two to four
+_MOST_SLOTS = 4  # forwards whose backward has not come yet; losses of sentence-transformers have two to four
 
 
 class Gpu:
