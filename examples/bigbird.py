@@ -3,8 +3,8 @@
     python examples/bigbird.py [--length 1024] [--out out]
 
 Every block of 64 queries sees the blocks of a window around it, a few global blocks (which see everything themselves), and some at random.
-`saccade.nm_sparse_attention(..., block_mask=...)` skips all other tiles and prunes the scores of these N:M. Prints how many scores are
-left and how far the outputs are from dense attention, from the blocks alone, and draws the blocks.
+`saccade.nm_sparse_attention(..., block_mask=...)` skips all other tiles and prunes the scores of these N:M. It prints the share of scores that are
+left and the errors against dense attention and against the blocks alone, and draws the blocks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     generator = torch.Generator().manual_seed(0)
     blocks = bigbird_blocks(-(-given.length // BLOCK), 1, 1, 2, generator)
     query, key, value = (torch.randn(1, 4, given.length, 64, generator=generator) for _ in range(3))
-    # neighbours resemble each other, as in a text: without that no window could be right
+    # neighbours resemble each other, as in a text; otherwise no window could be right
     topic = torch.randn(4, 64, given.length + 128, generator=generator)
     topic = torch.nn.functional.avg_pool1d(topic, 129, 1).mT[None] * 129**0.5
     query, key, value = (0.5 * x + 0.7 * topic for x in (query, key, value))

@@ -1,17 +1,17 @@
-"""Train a small BERT-like classifier on real sentences of different lengths, with dropout, padded by torch and without padding by saccade.
+"""Trains a small BERT-like classifier on real sentences of different lengths, with dropout: padded with torch, and packed with saccade.
 
     python examples/finetune_classifier.py [--steps 60] [--batch 32] [--width 64] [--device cuda] [--dtype bfloat16]
 
-On a GPU the encoder is of MiniLM's size and batches have 256 sentences unless it is told otherwise.
+On a GPU, by default, the encoder has MiniLM's size and batches have 256 sentences.
 
-The task: of which part of Python's language reference (`pydoc_data`, in every Python) is this sentence? Both ways start from the same
+The task: which part of Python's language reference (`pydoc_data`, in every Python) does a sentence come from? Both ways start from the same
 weights and see the same batches:
 
     torch, padded      [B, S] tokens, F.scaled_dot_product_attention under a mask of the keys
     saccade, packed    the real tokens of the batch one behind another, [T], `saccade.attention_varlen_qkvpacked`
 
 Before training, outputs and gradients of the two are compared without dropout; with it they draw different numbers from one
-distribution. On a CPU there are no kernels of ours, and the gain is that of the padding alone.
+distribution. On a CPU there are no kernels of ours, and the gain comes only from the padding.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 The block is that of AlphaFold 3's Pairformer on pairs: triangle multiplication outgoing and incoming, triangle attention around the starting and
 the ending node, a transition. A third of the tokens is padding, which a mask hides. In triangle attention the N rows of N tokens share a bias
-`[1, H, N, N]`: torch's function is given the sum of bias and mask for every row, `[N, H, N, N]`, while `saccade.attention` takes both as they are.
+`[1, H, N, N]`: torch's function gets the sum of bias and mask for every row, `[N, H, N, N]`, while `saccade.attention` takes both separately.
 
 First outputs and gradients of both are compared at real pairs, then they are timed in turns. On a CPU both run torch's kernels.
 """

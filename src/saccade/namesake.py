@@ -1,4 +1,4 @@
-"""Another project on the package index is called `saccade`, and so is its module: says so if both are installed."""
+"""Warns if the other project called `saccade` on the package index, whose module has the same name, is installed too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorder that notes the launches of this thread, for calls that C++ shall replay (`saccade.native.recording`)."""
+"""The recorder of this thread's launches, for calls that C++ is to replay (`saccade.native.recording`)."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ app = typer.Typer(
 )
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# asked of the command line alone, so that a wrong word is refused before torch is imported
+# listed here, so that a wrong word is refused before torch is imported
 
 
 class _Operation(Enum):
-    """The operations that a command can be asked about."""
+    """The operations that a command accepts."""
 
     attention = "attention"
     attention_varlen = "attention_varlen"
@@ -64,13 +64,13 @@ def main() -> None:
 
 
 def _expected() -> tuple[type[Exception], ...]:
-    """The errors of saccade: none if no command has imported it. Asked when something was raised, an ordinary exit too."""
+    """The errors of saccade: none if no command has imported it. Called for every exception, also an ordinary exit."""
     errors = sys.modules.get("saccade.errors")
     return () if errors is None else (errors.SaccadeError,)
 
 
 def without_torch(name: str) -> Any:
-    """A module of the package that needs no torch. The package's own file imports it, and is left out unless it has been imported already."""
+    """A module of the package that needs no torch. The package's `__init__.py` imports torch, so it is skipped unless it has been imported already."""
     if "saccade" in sys.modules:
         return importlib.import_module(name)
     package = sys.modules["saccade"] = ModuleType("saccade")
@@ -79,7 +79,7 @@ def without_torch(name: str) -> Any:
         return importlib.import_module(name)
     finally:
         for each in [x for x in sys.modules if x.partition(".")[0] == "saccade"]:
-            if each != "saccade.errors":  # `main` asks for it
+            if each != "saccade.errors":  # `main` looks it up
                 del sys.modules[each]
 
 

@@ -59,7 +59,7 @@ class DescribedCall:
     dense_recent: int = 0
 
 
-# the operations that take an argument which not all take; in the others, any value except that of an empty `DescribedCall` is an error
+# arguments that only some operations take; for the others, any value except the default of `DescribedCall` is an error
 _DENSE = ("attention", "nm_sparse_attention")
 _BIASED = (*_DENSE, "attention_varlen")
 _TAKEN_BY = {

@@ -35,8 +35,8 @@ def devices() -> list[torch.device]:
 def backends_on(device: torch.device) -> dict[str, dict[str, list[str]]]:
     """operation -> backend -> why it cannot run any everyday call there (empty: it can).
 
-    Some backends are for one kind of call only, so each is asked about several and answers for the one it comes nearest to: else a
-    V100 would be told of its own kernels that they need float16, and every GPU that those for padded rows need lengths.
+    Some backends take only one kind of call, so each is asked about several, and the answer with the fewest obstacles counts. Otherwise a V100's own
+    kernels would report that they need float16, and the kernels for padded rows that they need lengths.
     """
     dtype = "bf16" if device.type == "cuda" else "fp32"
     call = DescribedCall(batch=32, heads=8, kv_heads=8, q_len=64, kv_len=64, head_dim=64, dtype=dtype)

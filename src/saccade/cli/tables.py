@@ -21,8 +21,8 @@ def check(table: str) -> None:
 
 
 def find_benchmarks() -> Path:
-    """The `benchmarks` folder of the checkout in which this package lies, else the one that a wheel brings: never one of the working folder,
-    which may be anybody's.
+    """The `benchmarks` folder of the checkout in which this package lies, else the one in the wheel: never one in the working folder, which may
+    belong to anybody.
 
     Raises:
         SaccadeError: there is none.

@@ -37,7 +37,7 @@ _KERNELS = {
     "torch math": SDPBackend.MATH,
 }
 _MASKS = ("none", "lengths", "row", "full")
-_SPREAD, _MOST = 0.05, 4  # of the medians of rounds; times the rounds that were asked for
+_SPREAD, _MOST = 0.05, 4  # of the medians of rounds; times the requested rounds
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -80,7 +80,7 @@ class Report(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The tensors of a task. torch_mask: what torch's function gets in the place of `lengths` or `mask`."""
+    """The tensors of a task. torch_mask: what torch's function gets in place of `lengths` or `mask`."""
 
     query: Tensor
     key: Tensor
@@ -94,7 +94,7 @@ class Inputs(NamedTuple):
 def run(task: Task, as_json: bool, plot: Path | None) -> None:
     """Time, print, and draw if `plot` names a file."""
     if plot is not None:
-        _check_plot(plot)  # now, and not after the work
+        _check_plot(plot)  # checked now, not after the work
     report = measure(task)
     if as_json:
         print(json.dumps(_as_json(task, report), indent=2))
@@ -238,7 +238,7 @@ def _calls(task: Task, problem: Problem, inputs: Inputs) -> dict[str, Callable[[
 
         return call
 
-    # the references are left out: they say what is meant, not how fast it can be
+    # references are left out: they define the result and are not made for speed
     names = [b.name for b in OPERATIONS["attention"].backends if not b.is_reference and not why_not(b, problem)]
     found: dict[str, Callable[[], object]] = {"auto": ours("auto")} | {name: ours(name) for name in names} | {_TORCH: torchs}
     return found | {name: forced(kernel) for name, kernel in _KERNELS.items()}
@@ -267,7 +267,7 @@ def _reason(error: Exception) -> str:
     if _out_of_memory(error):
         return "does not fit into memory"
     first = str(error).partition("\n")[0]
-    # torch's own sentence speaks of switches, whichever obstacle it met
+    # torch's own message mentions switches, whatever the obstacle was
     return (
         "torch has no such kernel for this problem here"
         if first.startswith(("No viable backend", "No available kernel"))

@@ -1,8 +1,8 @@
 """Whether all ranks make the same call: a few numbers from every rank, exchanged before anything whose size depends on them.
 
-The exchange carries the facts that a call has to exchange anyhow: how long each shard is, and whether its scores are finite. It runs
-beside the selection of candidates, and the host reads it while the device still selects. No rank goes on before it has read what all
-others call. So if ranks disagree, all of them raise, and none waits for an exchange that never comes.
+The exchange also carries facts that a call needs anyhow: the length of each shard, and whether its scores are finite. It overlaps with the selection
+of candidates: the host reads it while the device still selects. No rank continues before it has read the calls of all others. So if ranks disagree,
+all of them raise, and none waits for an exchange that never comes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _given(number: int) -> str:
     return "given" if number else "not given"
 
 
-# what is said of each number of a call, in order: what it is of, and its value
+# the text for each number of a call, in order: its name and its value
 _WORDS: tuple[tuple[str, Any], ...] = (
     ("keep is", str),
     ("the batch is", str),
@@ -94,7 +94,7 @@ class Agreement:
     """The exchange of a call with all ranks of a group, begun when it is made and read once."""
 
     def __init__(self, group: Any, rank: int, ranks: int, mine: Tensor) -> None:
-        """mine: `told`, and what is known of the shard on the device in its last place."""
+        """mine: `told`; its last place holds the fault of the shard, on the device."""
         self.rank = rank
         self._all = torch.empty(ranks, mine.numel(), dtype=torch.int64, device=mine.device)
         self._mine = mine  # held until it was sent
@@ -141,12 +141,12 @@ class Agreement:
 
 
 def told(call: AgreedCall, device: torch.device, fault: int = 0) -> Tensor:
-    """The message of a rank to the others, int64 `[16]`: the call, and a number for what is wrong with it."""
+    """The message of a rank to the others, int64 `[16]`: the call, and the number of its fault."""
     return _on_device((*call.numbers(), fault), device).clone()
 
 
 def fault_of(scores: Tensor, document_ids: Tensor | None) -> Tensor:
-    """A number on the device that tells a shard whose keys cannot be ranked; 0 for any other."""
+    """A number on the device that marks a shard whose keys cannot be ranked; 0 for any other."""
     ranked = scores.float()
     # one reduction: a sum of finite numbers may overflow, their largest magnitude cannot
     largest = torch.linalg.vector_norm(ranked, float("inf")) if ranked.numel() else ranked.new_zeros(())
@@ -157,7 +157,7 @@ def fault_of(scores: Tensor, document_ids: Tensor | None) -> Tensor:
 
 
 def refuse(group: Any, rank: int, ranks: int, device: torch.device) -> None:
-    """Tell all ranks that this one refuses its arguments; the caller raises."""
+    """Inform all ranks that this one refuses its arguments; the caller raises."""
     Agreement(group, rank, ranks, told(AgreedCall(), device, _REFUSED))._rows()
 
 

@@ -6,7 +6,7 @@ offers of ranks 0 to r - 1. Keys are ordered as in the operation itself, by (sco
 
 With sinks and a window a shard also offers the first and the newest keys of its last document. The first keys of a document are
 among the first keys of its parts. These offers rank above all others here, so that every head offers and chooses the same number of
-keys. No query may need some of them. That changes no result, because the call on the extended shard ranks keys by their scores again.
+keys. Some of them may be needed by no query. That changes no result, because the call on the extended shard ranks keys by their scores again.
 """
 
 from __future__ import annotations

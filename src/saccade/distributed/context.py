@@ -121,7 +121,7 @@ def dynamic_mask_attention(
             `saccade.dynamic_mask_attention`.
         document_ids: int32 or int64 `[B, n]`, of this rank's stretch, not decreasing along the whole sequence. Documents may cross
             ranks. Padding is a document of its own.
-        cu_seqlens: refused, as a rank does not know at which token of the sequence its stretch begins before the ranks exchange it; give
+        cu_seqlens: refused, because a rank learns only from the exchange at which token of the sequence its stretch begins; give
             `document_ids`.
         sinks: as in `saccade.dynamic_mask_attention`, along the whole sequence: the first keys of a document are kept besides,
             wherever they lie.
@@ -136,8 +136,8 @@ def dynamic_mask_attention(
     Returns:
         out `[B, H, n, D]` of this rank's queries, or `(out, lse)`.
 
-    All ranks of the group must call it, and run backward if a gradient of key, value or key_scores is needed. Under `torch.compile`
-    it runs as it is, between two graphs; a CUDA graph cannot hold it, as the host reads whether all ranks agree.
+    All ranks of the group must call it, and run backward if a gradient of key, value or key_scores is needed. Under `torch.compile` it runs
+    uncompiled, between two graphs. A CUDA graph cannot hold it, because the host reads whether all ranks agree.
 
     Raises:
         InvalidArgument: a bad argument; no process group; ranks that disagree in anything but n. If one rank raises before the
@@ -153,7 +153,7 @@ def dynamic_mask_attention(
     if ranks == 1:
         _refuse_offsets(cu_seqlens)
         return one_device.dynamic_mask_attention(query, key, value, key_scores, document_ids=document_ids, **options)
-    # nor could it tell others, as a rank with tensors on meta can
+    # it could not inform the others, as a rank with meta tensors can
     if isinstance(key_scores, Tensor) and not key_scores.is_meta and not _readable(key_scores):
         raise InvalidArgument(
             "the call is captured in a CUDA graph, traced or mapped over; ranks must read whether they agree, so it can be none of these"
@@ -173,12 +173,12 @@ def dynamic_mask_attention(
     entries = ranked(scores, document_ids, mine[-1:], by_kernels, always)
     agreement = Agreement(group, rank, ranks, mine)
     most = call.keep + sum(always)
-    offered = offer(entries, most)  # beside that exchange
+    offered = offer(entries, most)  # overlaps with that exchange
     plan = Plan(group, rank, tuple(agreement.read()), most, by_kernels, always)
     extended = extend(key, value, key_scores, document_ids, offered, plan, call.add_scores)
     ordered = None if extended.ordered is None else read_later(extended.ordered)
     found = _attend(query, extended, options)
-    # read last, as everything is launched by then
+    # read last, because everything is launched by then
     if ordered is not None and not ordered():
         raise InvalidArgument("document_ids decreases from one rank to the next; along the whole sequence it must not")
     return found
@@ -215,7 +215,7 @@ def _describe(
     if key_scores.is_meta:
         raise InvalidArgument("query, key, value and key_scores are on meta; ranks exchange their values, so they must have some")
     if backend != "auto":
-        choose(BACKENDS, problem, backend)  # raises here, where the others can be told
+        choose(BACKENDS, problem, backend)  # raises here, where this rank can still inform the others
     return AgreedCall(
         check_keep(keep), problem.batch, problem.heads, problem.kv_heads, problem.head_dim, problem.value_dim, problem.dtype, key_scores.dtype,
         problem.scale, problem.add_scores, document_ids is not None, needed, check_count("sinks", sinks, 0), check_count("window", window, 0),
@@ -231,7 +231,7 @@ def _device_of(query: Any, group: Any) -> torch.device:
 
 
 def _readable(tensor: Tensor) -> bool:
-    """Whether the host can read numbers of the device; a mode that only watches, such as a counter of collectives, is no hindrance."""
+    """Whether the host can read numbers of the device; a mode that only observes, such as a counter of collectives, does not prevent it."""
     return not (
         not has_values(tensor)
         or torch._C._functorch.peek_interpreter_stack() is not None

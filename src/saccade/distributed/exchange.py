@@ -1,9 +1,8 @@
 """The exchange of offered keys and of their gradients, and its autograd.
 
 Forward: one all-gather of each rank's offers (rows of K and V, scores, and with documents three numbers a batch row), packed as
-bytes. Backward: one all-to-all, in which each rank returns the gradients of offered keys to their owners, and to no other rank. They
-travel in their own dtype, since the sum is taken at home, in float32; a reduce-scatter would sum in bfloat16, in an order of its
-own.
+bytes. Backward: one all-to-all, in which each rank returns the gradients of offered keys to their owners, and to no other rank. They are sent in
+their own dtype, because the owner sums them, in float32. A reduce-scatter would sum in bfloat16, in another order.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class Extended(NamedTuple):
 def extend(
     key: Tensor, value: Tensor, scores: Tensor, document_ids: Tensor | None, offered: Tensor, plan: Plan, adds_scores: bool
 ) -> Extended:
-    """Exchange offers and put those that this rank needs before its shard. offered: `candidates.offer`."""
+    """Exchange offers, and put those that this rank needs in front of its shard. offered: `candidates.offer`."""
     return Extended(*ExtendShard.apply(key, value, scores if adds_scores else scores.detach(), document_ids, offered, plan))
 
 
@@ -107,7 +106,7 @@ class ExtendShard(torch.autograd.Function):
         mine = _pack(packing, key, value, scores, document_ids, offered, plan.by_kernels)
         everything = mine.new_empty(len(plan.sizes), packing.bytes)
         work = start_all_gather(everything, mine, plan.group)
-        # beside the exchange: the shard is copied behind the room for what it needs
+        # overlaps with the exchange: the shard is copied behind the room for the offers
         room, inputs = plan.before, (key, value, scores)
         joined = [_with_room(x, room) for x in inputs] if room else [x.view_as(x) for x in inputs]
         work.wait()
@@ -130,13 +129,12 @@ class ExtendShard(torch.autograd.Function):
         whole = []
         for gradient, (shape, dtype) in zip((dkey, dvalue, dscores), ctx.types, strict=True):
             extended = (*shape[:2], ctx.room + shape[2], *shape[3:])
-            # every rank takes part in the exchange, whatever reached it
+            # every rank takes part in the exchange, also without gradients
             whole.append(offered.new_zeros(extended, dtype=dtype) if gradient is None else gradient)
         home = _send_home(whole, offered, places, ctx.plan)
         found = [gradient[:, :, ctx.room :] for gradient in whole]
         if home is not None:
-            # in place: nobody else holds the gradient of a tensor that exists between two of our own Functions, unless it is to be
-            # differentiated
+            # in place: only our own two Functions hold the gradient of this tensor, unless it is to be differentiated
             again = any(gradient.requires_grad for gradient in whole)
             found = [_added(x.clone() if again else x, offered, more) for x, more in zip(found, home, strict=True)]
         return *(x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None, None
@@ -204,7 +202,7 @@ def _put_before(
     h = torch.arange(heads, device=places.device)[:, None]
     for whole, part in zip(joined, rows, strict=True):
         front = part[places // slots, b, h, places % slots]
-        if real is not None:  # what is not seen may hold anything
+        if real is not None:  # offers that are not seen may hold anything
             front = torch.where(real[:, None, :, None] if front.dim() == 4 else real[:, None], front, 0)
         whole[:, :, :room] = front
     return places, real

@@ -38,7 +38,7 @@ def attention(
 
     It is `torch.distributed.tensor.experimental.context_parallel` for one call: every rank sees the keys of all others in turn. n
     rows of K and of V travel in forward, and again with their gradients in backward. If every query needs only some keys,
-    `saccade.distributed.dynamic_mask_attention` exchanges those alone.
+    `saccade.distributed.dynamic_mask_attention` exchanges only those.
 
     Args:
         query: `[B, H, n, D]` of this rank, bf16 or fp16 on a CUDA device, or cast to these by autocast, n the same on every rank.
@@ -127,7 +127,7 @@ def _torch_context() -> Any:
 
 
 class _Ring(torch.autograd.Function):
-    """torch's context holds for what runs inside it, backward too, so both directions are run inside one.
+    """torch's context affects only what runs inside it, also in backward, so both directions run inside one.
 
     The graph inside keeps no tensor: its node here saves them all, so that hooks see them, and backward frees them.
     """
@@ -142,7 +142,7 @@ class _Ring(torch.autograd.Function):
             out = getattr(F, torch_attention.__name__)(*given, is_causal=is_causal, scale=scale)
         ctx.ends, ctx.begins = get_gradient_edge(out), [get_gradient_edge(x) for x in given]
         result = out.detach()
-        # what came in and went out too: second derivatives and changes in place are refused by them
+        # inputs and outputs too, so that autograd refuses second derivatives and changes in place
         ctx.save_for_backward(query, key, value, result, *kept.tensors)
         kept.tensors = ()
         ctx.kept, ctx.mesh, ctx.context, ctx.is_causal = kept, mesh, context, is_causal
@@ -177,7 +177,7 @@ class _Kept:
 
 @contextlib.contextmanager
 def _balanced(is_causal: bool) -> Iterator[None]:
-    """Whether torch takes parts for those of `head_tail`. Without a causal mask the order of keys does not matter, and torch refuses them.
+    """Whether torch assumes the parts of `head_tail`. Without a causal mask the order of keys does not matter, and torch refuses them.
 
     Raises:
         UnsupportedProblem: this torch has no such setting, and the call no causal mask.

@@ -161,12 +161,12 @@ def dynamic_mask_attention(
     if lengths is not None:
         lengths = checked_lengths(lengths, prepared.problem.kv_len)
     out, lse, faulty = _attend(query, key, value, key_scores, lengths, document_ids, prepared)
-    # read last: on a GPU everything is launched by then, and no launch has to wait. Invalid scores give wrong results, but never
+    # read last: on a GPU everything is launched by then, so no launch waits. Invalid scores give wrong results, but never
     # a fault
     if faulty is not None and faulty():
         real_scores = real_of(key_scores, lengths)
         check_selection_values(real_scores, document_ids)
-        # padding alone was not finite; scores that lie elsewhere are another signature, hence a call of its own
+        # only padding was not finite; scores with other strides have another signature, so this is a new call
         return dynamic_mask_attention(
             query, key, value, real_scores, keep=keep, is_causal=is_causal, lengths=lengths, document_ids=document_ids, sinks=sinks,
             window=window, add_scores=add_scores, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, backend=backend,
@@ -175,7 +175,7 @@ def dynamic_mask_attention(
 
 
 def _attend(query, key, value, key_scores, lengths, document_ids, prepared: Prepared):
-    """(out, lse, faulty): faulty says, once everything is launched, whether the scores were invalid; None if there is nothing to ask."""
+    """(out, lse, faulty): faulty() returns, once everything is launched, whether the scores were invalid; None if they need no check."""
     problem, chosen = prepared.problem, prepared.backend
     watched = values_known(key_scores)
     if chosen.attend is not None:
@@ -200,7 +200,7 @@ def _on_shards(query, key, value, key_scores, lengths, document_ids, cu_seqlens,
     """`dynamic_mask_attention` of DTensors."""
     check_tensors(query, key, value)
     if cu_seqlens is not None:
-        check_one_row(key_scores)  # of all ranks together; each may hold one row of several
+        check_one_row(key_scores)  # the global batch: each rank may hold one of several rows
     tensors = {"query": (query, BHTD), "key": (key, BHTD), "value": (value, BHTD), "key_scores": (key_scores, BHTD)}
     tensors |= {"lengths": (lengths, BATCH), "document_ids": (document_ids, BATCH), "cu_seqlens": (cu_seqlens, NEITHER)}
     return on_shards(

@@ -63,15 +63,15 @@ class CausalCall(Protocol):
 
 
 class DynamicMaskLaunchers(NamedTuple):
-    """Entry points of a family of `dynamic_mask_attention`. `start` and `stop` are the interval of positions that keep each key.
+    """The entry points of a family of `dynamic_mask_attention`. `start` and `stop` are the interval of positions that keep each key.
     `max_new_keys` bounds how many keys any two queries keep together, without the keys that lie between the two.
 
     forward:   `(query, key, value, key_scores | None, start, stop, max_new_keys, scale) -> (out, lse)`
     backward:  `(dout, dlse | None, out, lse, *the arguments of forward) -> (dq, dk, dv, dscores)`; dk and dv may share memory
     intervals: `(key_scores, keep, lengths | None) -> (start, stop) | None`, the causal intervals, None if it cannot; optional.
     watched:   the same with a third result: a function, to be called once, that says whether any score was not finite.
-    causal:    `(query, key, value, keep, adds_scores, scale, launches) -> call | None`; launches: what is remembered of calls
-               that differ from this one only in their data.
+    causal:    `(query, key, value, keep, adds_scores, scale, launches) -> call | None`; launches: remembered launches of calls that differ from this
+               one only in their data.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]

@@ -1,4 +1,4 @@
-"""Documents that lie one behind another in a row, given by their offsets as packed batches are."""
+"""Documents packed into one row, given by their offsets like packed batches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The work of a GPU for context parallelism beside the attention itself: it ranks keys and copies chosen rows, in one launch each.
+"""GPU work for context parallelism besides attention: ranking keys and copying chosen rows, in one launch each.
 
-`saccade.distributed` has the same in torch's operations, for other devices and for documents.
+`saccade.distributed` does the same with torch's operations, for other devices and for documents.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def watched_intervals(
     key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None,
     sinks: int = 0, window: int = 0,
 ) -> tuple[Tensor, Tensor, Callable[[], bool]]:  # fmt: skip
-    """`intervals`, and a function that says whether a score is not finite or document ids decrease. It waits only for that
-    answer, and is to be called once. Not for calls that are traced or captured."""
+    """`intervals`, and a function that says whether a score is not finite or document ids decrease. It waits only for that answer; call it once. Not
+    for calls that are traced or captured."""
     scores = key_scores.detach()
     if is_causal and document_ids is None and eager(scores, lengths) and _ranks(scores) == "gather":
         # ranking reads each score anyhow, which saves a reduction and a copy: 9 us of device time at n = 4,096
@@ -152,8 +152,8 @@ def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, sinks=
 
 
 def _launched(args: DynamicMaskArgs) -> tuple[Any, ...]:
-    """The arguments of launchers. `max_new_keys`: in a causal call only the keys that lie between two queries are new to the later one; otherwise each
-    of two documents has its own set."""
+    """The arguments of launchers. `max_new_keys`: in a causal call, only keys between two queries are new to the later one; otherwise each of two
+    documents has its own set."""
     return *args[: FIELDS.tensors], args.keep if args.is_causal else 2 * args.keep, args.scale
 
 

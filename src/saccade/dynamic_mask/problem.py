@@ -157,8 +157,8 @@ def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, docum
 
 
 def _ranked(key_scores: Tensor) -> Tensor:
-    """The scores in the precision in which they are ranked: float64 becomes float32, where 1e300 is infinite. Narrower dtypes
-    need no conversion, as they are finite in float32 if they are finite."""
+    """The scores in the precision in which they are ranked: float64 becomes float32, where 1e300 is infinite. Narrower dtypes need no conversion,
+    because their finite values are finite in float32."""
     scores = key_scores.detach()
     return scores.float() if scores.dtype == torch.float64 else scores
 
@@ -174,7 +174,7 @@ def selection_faults(key_scores: Tensor, document_ids: Tensor | None) -> Tensor:
 
 
 def decreases(document_ids: Tensor) -> Tensor:
-    """boolean `[B, Tk - 1]`: whether the next token has a smaller number. Numbers are compared, as their difference may overflow."""
+    """boolean `[B, Tk - 1]`: whether the next token has a smaller number. Numbers are compared, because their difference may overflow."""
     return document_ids[:, 1:] < document_ids[:, :-1]
 
 

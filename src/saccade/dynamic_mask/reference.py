@@ -32,7 +32,7 @@ def kept(
     """The kept keys, boolean `[B, Hkv, Tq, Tk]`: among those that a query may see, the `keep` with the largest (score, position) and the first
     `sinks`. Causal calls also keep keys less than `window` positions before the query.
 
-    Query i is at position `Tk - Tq + i`. Keys are ranked in float32 for one query after the other, sharing nothing between them.
+    Query i is at position `Tk - Tq + i`. Keys are ranked in float32 for each query separately.
     This runs on the CPU, since reading each number from a GPU would wait. It is one opaque op, because values are not available
     while tracing.
     """

@@ -45,7 +45,7 @@ def capacities(tokens: int) -> list[int]:
     return found
 
 
-ROWS = 256  # beyond it the GPU is busy for longer than Python takes to launch its work
+ROWS = 256  # beyond it the GPU works longer than Python takes to launch
 
 
 def rows_captured(rows: int) -> int:

@@ -1,4 +1,4 @@
-"""A function around an optimised encoder, a training step say, whole in one CUDA graph for each size of its batch.
+"""Captures a function around an optimised encoder, such as a training step, in one CUDA graph for each size of its batch.
 
 The function runs over a copy of the batch at fixed addresses. Before it the batch is packed, so a call of the encoder inside finds its packed tokens
 (`Inside`) and waits for nothing. The first call of a size is a real step that runs uncaptured; the second one captures and replays. So each step
@@ -29,7 +29,7 @@ from saccade.errors import InvalidArgument
 
 Batch = dict[str, Tensor]
 _PACKED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
-# what stands in columns that are added; ids get the padding id
+# values of added columns; ids get the padding id
 _FILLS = {"input_ids": 0, "attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "labels": -100}
 _STEP = 16
 running = threading.local()  # `inside`: the batch of the captured function that runs in this thread
@@ -50,7 +50,7 @@ def columns_of(batch: Batch, longest: int | None) -> int:
 
 
 def widened(batch: Batch, columns: int, padding: int) -> Batch:
-    """A batch whose tensors of a number a token have so many columns."""
+    """The batch with its tensors `[B, T]` filled up to so many columns."""
     shape = batch["input_ids"].shape
     more = columns - shape[1]
     if more == 0:
@@ -101,7 +101,7 @@ def _active(inside: Inside) -> Iterator[None]:
 
 
 class _Static:
-    """A batch at fixed addresses of a GPU, with pinned twins on the host: one copy brings all that lies there."""
+    """A batch at fixed addresses on a GPU, with pinned twins on the host, from which one copy brings everything."""
 
     def __init__(self, batch: Batch, device: torch.device):
         self.places: dict[str, tuple[int, Tensor]] = {}
@@ -123,7 +123,7 @@ class _Static:
         }
 
     def load(self, batch: Batch) -> None:
-        """Bring a batch, on the current stream."""
+        """Copy a batch there, on the current stream."""
         there = [name for name, x in batch.items() if x.is_cuda]
         if len(there) < len(batch):
             # the copy from this half may still run
@@ -154,7 +154,7 @@ class _Step:
         self.inputs.load(packed)
 
     def _run(self, function: Callable[[Batch], Any]) -> Any:
-        # casts of weights that autocast remembers would go stale, before the function and behind it
+        # autocast's cached casts of weights would be stale, before the function and after it
         torch.clear_autocast_cache()
         try:
             with _active(self.inside):
@@ -178,10 +178,10 @@ class _Step:
         return _copied(found)
 
     def capture(self, function: Callable[[Batch], Any], stream: torch.cuda.Stream, pool: Any) -> None:
-        """Record a step, which computes nothing."""
+        """Capture a step, which computes nothing."""
         from saccade.encoders.graphs import _quiet
 
-        gc.collect()  # a cycle may hold an old loss, whose nodes that add to gradients belong to another stream
+        gc.collect()  # a reference cycle may hold an old loss, whose gradient accumulators belong to another stream
         before = torch.cuda.memory_reserved(self.device)
         self.graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -254,7 +254,7 @@ class CapturedFunction:
             return self._stepped(served, state, given, wide, packed)
 
     def _plain(self, batch: Batch) -> Any:
-        """The function without a graph around it; the encoder inside runs as any call of it."""
+        """The function without a graph; the encoder inside runs like any other call of it."""
         device = next(self._model.parameters()).device
         return _copied(self.function({name: x.to(device) for name, x in batch.items()}))
 
@@ -294,7 +294,7 @@ class CapturedFunction:
         return step.replay()
 
     def _capture(self, step: _Step, gpu: Any) -> str:
-        """Capture a step; says why it could not be."""
+        """Capture a step; returns why that failed."""
         try:
             step.capture(self.function, gpu.stream, gpu.pool)
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Tensors that a model makes on the host and copies to a GPU, which a capture does not let pass."""
+"""Tensors that a model makes on the host and copies to a GPU, which a capture forbids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAKERS = (torch.tensor, torch.as_tensor)
 
 
 class _Numbers(TorchFunctionMode):
-    """Lets `torch.tensor(0.0, device="cuda")` make its tensor on the host first: the copy inside of it is seen by no `TorchDispatchMode`."""
+    """Makes `torch.tensor(0.0, device="cuda")` create its tensor on the host first: no `TorchDispatchMode` sees the copy inside it."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -29,8 +29,8 @@ class _Numbers(TorchFunctionMode):
 class Constants(TorchDispatchMode):
     """Gives a capture what earlier runs of the same code have copied from the host: the positions of MPNet, a bound of DeBERTa-v2's buckets.
 
-    A copy from pageable memory waits for the device, which ends a capture. The tensor depends on nothing that a replay changes: what comes from the
-    device cannot be read on the host during a capture. The object keeps the copies, and lives as long as the graph that reads them.
+    A copy from pageable memory waits for the device, which ends a capture. No replay changes the tensor, because a capture lets the host read nothing
+    from the device. The object keeps the copies, and lives as long as the graph that reads them.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from saccade.encoders.views import move_views_out, with_views
 _active = threading.local()  # `fusion`: whose layers this thread runs
 # the compiler tries more shapes of its kernels: 11.6 ms in place of 12.4 of a BERT-base step of 5,181 tokens (H100)
 _OPTIONS = {"max_autotune_pointwise": True}
-_VARIANTS = 64  # of one layer's code: models, dtypes, modes; torch's 8 would leave the ninth uncompiled
+_VARIANTS = 64  # variants of one layer's code (models, dtypes, modes); torch's limit of 8 would leave the ninth uncompiled
 
 
 class Fusion:
@@ -82,7 +82,7 @@ class Fusion:
         self.failed = f"torch.compile failed ({' '.join(str(error).split())[:200]})"
 
     def undo(self) -> None:
-        """Give the parameters a memory of their own again."""
+        """Give the parameters separate memory again."""
         for x in self._joined:
             x.separate()
         self._joined = []
@@ -92,12 +92,12 @@ class Fusion:
         """The layers of the model are the compiled ones, for one run of its forward."""
         places = [] if self.failed else [x for x in parts_of(self.model) if "forward" not in x.__dict__]
         for module in places:
-            # without the wrapper of transformers, whose code all layers of all models share
+            # without transformers' wrapper, whose code all layers of all models share
             forward = inspect.unwrap(type(module).forward)
             module.__dict__["forward"] = partial(_compiled(forward, self.backend), module)
         _active.fusion = self
         try:
-            # a number of tokens that equals a width is none: with duck shapes torch would compile that size apart
+            # with duck shapes, torch would compile a separate variant if the number of tokens equals a width
             with torch._dynamo.config.patch(recompile_limit=_VARIANTS), _symbols.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 yield
         finally:
@@ -144,7 +144,7 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     layers = [layer for x in innermost for layer in x]
     embeddings = getattr(model, "embeddings", None)
     if not isinstance(embeddings, nn.Module) or any(isinstance(x, nn.Conv2d) for x in embeddings.modules()):
-        return layers  # a convolution over patches is most of its embeddings, and nothing is fused with it
+        return layers  # its embeddings are mostly a convolution over patches, with which nothing is fused
     return [*layers, embeddings]
 
 

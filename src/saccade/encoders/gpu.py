@@ -105,10 +105,10 @@ class Gpu:
         return self._capture(size, slot)
 
     def follow(self) -> None:
-        """Start anew once a capture of this process has failed, of any model.
+        """Start again after a capture of any model in this process has failed.
 
-        Graphs made before do not follow torch's random numbers any more. The memory of captures is left too. torch's allocators, the host's too, take
-        that of a capture that failed for one that still runs, and refuse another there.
+        Earlier graphs no longer follow torch's random numbers. The memory of captures is abandoned too: torch's allocators, also on the host, believe
+        that the failed capture still runs, and refuse another there.
         """
         from saccade.encoders.graphs import failures
 
@@ -131,7 +131,7 @@ class Gpu:
 
         def run(inputs: Any) -> tuple[Tensor, ...]:
             enabled = torch.is_autocast_enabled("cuda")
-            # casts of weights that autocast remembers would go stale
+            # autocast's cached casts of weights would be stale
             with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled, cache_enabled=False):
                 found: tuple[Tensor, ...] = served.outputs(inputs)
                 return found

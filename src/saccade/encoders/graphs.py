@@ -17,7 +17,7 @@ from torch import Tensor
 from saccade import native
 from saccade.encoders.packing import IDS, PLACES, POSITIONS, TYPES, Packed, unpack
 
-Run = Callable[[Any], tuple[Tensor, ...]]  # what leaves a model, of its inputs; each with a first dimension of their size
+Run = Callable[[Any], tuple[Tensor, ...]]  # the outputs of a model for its inputs, each with a first dimension of their size
 Make = Callable[[], Any]  # the memory from which a graph reads, with a `load(batch)`
 
 
@@ -56,7 +56,7 @@ class Inputs:
         self.ends.copy_((places * length).clamp(max=self.capacity))
 
     def load(self, batch: Packed, stream: torch.cuda.Stream | None = None) -> None:
-        """Bring a batch, on the current stream."""
+        """Copy a batch there, on the current stream."""
         tokens = batch.tokens
         if isinstance(batch.numbers, Tensor):
             numbers, ends = self.numbers, self.ends
@@ -96,7 +96,7 @@ class Inputs:
 
 
 class Turns:
-    """Memory that one stream uses after another: a thread that has a stream of its own waits for what the last one has launched."""
+    """Memory that streams use in turn: a thread with another stream waits for the work that the last stream has launched."""
 
     def __init__(self) -> None:
         self.last: torch.cuda.Stream | None = None
@@ -104,7 +104,7 @@ class Turns:
 
     def take(self, device: torch.device) -> torch.cuda.Stream:
         """The current stream, which uses the memory from here on."""
-        # an object of torch takes ten times as long
+        # torch's stream object takes ten times as long
         raw = torch._C._cuda_getCurrentRawStream(device.index or 0)  # type: ignore[attr-defined]
         if self.last is None or raw != self._raw:
             current = torch.cuda.current_stream(device)
@@ -134,7 +134,7 @@ class Sent:
             self._waits = False
 
 
-_failures: list[None] = []  # one for each capture that failed; to append takes no lock
+_failures: list[None] = []  # one for each failed capture; appending needs no lock
 
 
 def failures() -> int:
@@ -144,7 +144,7 @@ def failures() -> int:
 
 @contextmanager
 def _quiet(device: torch.device, pool: Any) -> Iterator[None]:
-    """Leaves torch's random numbers as they were, also after a capture into `pool` that fails, and keeps Python's collector from ending one midway."""
+    """Restores torch's random state, also after a failed capture into `pool`, and keeps Python's garbage collector from breaking a capture."""
     state, stream = torch.cuda.get_rng_state(device), torch.cuda.current_stream(device)
     collects, done = gc.isenabled(), False
     gc.disable()
@@ -155,8 +155,8 @@ def _quiet(device: torch.device, pool: Any) -> Iterator[None]:
         if collects:
             gc.enable()
         if not done:
-            torch.cuda.set_stream(stream)  # torch stays on the stream of a capture that cannot be ended
-            # a capture that failed leaves the generator in its capture: it gets another state, of the same numbers
+            torch.cuda.set_stream(stream)  # after a capture that cannot be ended, torch stays on its stream
+            # a failed capture leaves the generator in capture mode: it gets a new state with the same numbers
             torch.cuda.default_generators[device.index or 0].graphsafe_set_state(torch.Generator(device))
             _leave(pool, device)
             _failures.append(None)
@@ -164,7 +164,7 @@ def _quiet(device: torch.device, pool: Any) -> Iterator[None]:
 
 
 def _leave(pool: Any, device: torch.device) -> None:
-    """Take no more memory from the pool of a capture that could not be ended. torch's allocator takes it for one that still runs, and frees no memory."""
+    """Abandon the pool of a capture that could not be ended. torch's allocator believes that the capture still runs, and frees no memory."""
     with suppress(RuntimeError):  # of a capture that was ended
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)  # type: ignore[attr-defined]
         torch._C._cuda_releasePool(device.index or 0, pool)  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ MASK = "attention_mask"
 NO_GPU = "CUDA graphs need a GPU"
 _CHANGED = "the model has changed since the last call"
 _MOST_PLANS = 64  # signatures of calls that are remembered
-_TOKENS = 128  # that an image is taken to have, where a number of tokens is asked for
+_TOKENS = 128  # tokens that an image counts as
 _MOST_FORMS = 16  # shapes behind the batch for which graphs are made; each has graphs of its own
 _ASKED = {"output_attentions", "output_hidden_states"}
 
@@ -71,7 +71,7 @@ class Rows:
             }
 
     def load(self, batch: dict[str, Tensor], stream: Any = None) -> None:
-        """Bring a batch, on the current stream; one on the host may be changed once `sent` has been waited for."""
+        """Copy a batch there, on the current stream. A batch on the host may be changed after `sent.wait()`."""
         before, rows = self.used, next(iter(batch.values())).shape[0]
         self.used, on_host = max(before, rows), False
         for name, x in batch.items():
@@ -116,7 +116,7 @@ class Batched(Encoder):
     # --- what is refused
 
     def _refused(self) -> str:
-        # a model that has graphs is on a GPU, or was at its last call, as its plan finds
+        # a model with graphs is on a GPU, or was at its last call; its plan checks that
         if not self.graphs and not base.has_graphs(self.model_device()):
             return NO_GPU
         return self.failed
@@ -172,7 +172,7 @@ class Batched(Encoder):
         """(what the model's own forward returns, why there is nothing)."""
         key = signature(given, OF_LOSSES)
         plan = None if key is None else self._plans.get(key)
-        # a replay takes longer than to read the state, so it is launched first, and dropped if the state has changed
+        # a replay takes longer than reading the state, so it is launched first, and discarded if the state has changed
         if (
             plan is not None
             and not plan.reason

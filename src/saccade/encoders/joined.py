@@ -5,7 +5,7 @@ x Wq' + bq, x Wk' + bk, x Wv' + bv  =  the three parts of  x [Wq; Wk; Wv]' + [bq
 ```
 
 Parameters that were moved side by side keep a storage of their own, as DLPack gives a slice one. With views of one storage, `torch.save` would write the
-whole of it for each, and safetensors would refuse or drop them. Parameters that lie elsewhere are put together by a copy, with the same result.
+whole of it for each, and safetensors would refuse or drop them. Parameters that lie elsewhere are concatenated by a copy, with the same result.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from saccade.engine.namespace import NAMESPACE, packet
 
 # joined memory by its address: it lives as long as the `Joined` that made it
 _memory: weakref.WeakValueDictionary[int, Joined] = weakref.WeakValueDictionary()
-_apart = threading.local()  # `found`: addresses of parameters that a product of this thread had to put together
-_ALIGNED = 16  # bytes; kernels of torch's compiler copy what is aligned to less
+_apart = threading.local()  # `found`: addresses of parameters that a product of this thread had to concatenate
+_ALIGNED = 16  # bytes; kernels of torch's compiler copy inputs with a smaller alignment
 
 
 class Joined:
@@ -69,7 +69,7 @@ def looking() -> Iterator[list[tuple[int, ...]]]:
 
 
 def join(model: nn.Module, wanted: Sequence[tuple[int, ...]]) -> list[Joined]:
-    """Move parameters of a model side by side; groups of which one is no plain parameter with a memory of its own stay as they are."""
+    """Move parameters of a model side by side. A group stays unchanged unless each is a plain parameter with its own memory."""
     by_address: dict[int, list[nn.Parameter]] = {}
     for x in model.parameters():
         by_address.setdefault(x.untyped_storage().data_ptr(), []).append(x)
@@ -82,7 +82,7 @@ def join(model: nn.Module, wanted: Sequence[tuple[int, ...]]) -> list[Joined]:
 
 
 def _is_movable(x: nn.Parameter) -> bool:
-    """Whether nothing but the parameter lies in its memory, and a part of a larger one may take its place."""
+    """Whether the parameter is alone in its memory, so that a part of a larger memory may replace it."""
     own = type(x) is nn.Parameter and x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return own and x.nbytes % _ALIGNED == 0 and not (x.device.type == "cpu" and x.is_shared())
 

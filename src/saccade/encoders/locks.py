@@ -1,6 +1,6 @@
-"""Locks that a child of a fork finds free: a fork waits for the threads that hold one.
+"""Locks that are free in a forked child: a fork waits for the threads that hold one.
 
-A lock that another thread held at the fork would stay held in the child. If the child took it all the same, it would find a state that is half read.
+A lock that another thread holds at a fork would stay held in the child. If the child ignored it, it would find a half-updated state.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from typing import Any
 from weakref import WeakSet
 
-_PATIENCE = 60.0  # seconds; a thread that holds a lock for longer may itself wait for the one that forks
+_PATIENCE = 60.0  # seconds; a thread that holds a lock for longer may itself wait for the forking thread
 _locks: WeakSet[Any] = WeakSet()
 _adding = threading.RLock()  # for `_locks` itself
 _forking = threading.local()  # `held`: the locks that this thread has taken for a fork
@@ -27,7 +27,7 @@ def lock() -> Any:
 def _take() -> None:
     _adding.acquire()
     _forking.held = [_adding]
-    for x in sorted(_locks, key=id):  # in one order, as another thread may fork too
+    for x in sorted(_locks, key=id):  # in a fixed order, because another thread may fork too
         if x.acquire(timeout=_PATIENCE):
             _forking.held.append(x)
 

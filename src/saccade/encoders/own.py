@@ -1,4 +1,4 @@
-"""Methods that lie on a module in the place of those of its class, for as long as the module is served."""
+"""Instance methods that replace those of a module's class while the module is served."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Own:
         return MethodType(getattr(type(copy), self.name), copy) if copy is not None else self.stock
 
     def __reduce__(self) -> Any:
-        # asked of the new module before it has an attribute of its own, this is the method of its class
+        # the new module has no instance attribute yet, so this is the method of its class
         return getattr, (self.module, self.name)
 
     def put(self) -> None:
-        """Let the module have it."""
+        """Attach it to the module."""
         setattr(self.module, self.name, self)
         if hasattr(self.module, _REPLICATE) and clear(self.module, _REPLICATE):
             setattr(self.module, _REPLICATE, _Replicate(self.module, _REPLICATE))
@@ -53,7 +53,7 @@ class _Replicate(Own):
 
 
 def clear(module: Any, name: str = "forward") -> bool:
-    """Drop the method of its class that a copy of a served module has of its own. False if another method is left, which somebody has put there."""
+    """Remove the instance method that a copy of a served module got. False if another method remains, which other code has put there."""
     found = vars(module).get(name)
     if isinstance(found, MethodType) and found.__self__ is module and found.__func__ is getattr(type(module), name, None):
         delattr(module, name)
@@ -61,7 +61,7 @@ def clear(module: Any, name: str = "forward") -> bool:
 
 
 def remove(module: Any, name: str = "forward") -> bool:
-    """Leave a module the method of its class; whether it had one of its own from here."""
+    """Restore the method of the class; returns whether the module had an instance method of ours."""
     if not isinstance(vars(module).get(name), Own):
         return False
     delattr(module, name)

@@ -58,7 +58,7 @@ class Packed:
 
 
 def pack(given: Given, family: Family, padding: int, reads_first: bool) -> tuple[Packed, Tensor | bool]:
-    """(the tokens of a padded batch, whether stock uses a padded position). The latter is a tensor on a GPU, where it is not waited for.
+    """(the tokens of a padded batch, whether stock uses a padded position). On a GPU the latter is a tensor, so that nothing waits.
 
     Stock uses a position of mask 0 whose token is no padding, as ColBERT does. With `reads_first` it also uses the first column of a row that is padded on
     the left, where a pooler or a head reads.
@@ -129,4 +129,4 @@ def has_gaps(batch: Packed) -> Any:
 def unpack(rows: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
     """Packed rows `[tokens, E]` in the padded batch `[B, T, E]`, with zeros where there is padding."""
     padded = rows.new_zeros((shape[0] * shape[1], rows.shape[1]))
-    return padded.index_copy_(0, places, rows).view(*shape, -1)  # in place: a copy of the zeros would move the whole batch again
+    return padded.index_copy_(0, places, rows).view(*shape, -1)  # in place: a copy would move the complete batch again

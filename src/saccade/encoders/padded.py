@@ -33,7 +33,7 @@ def why_not(model: Any) -> str:
         return f"the forward of {name} takes no input_ids and attention_mask"
     if "decoder_input_ids" in taken or getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         return f"{name} has a decoder or cross attention"
-    # an encoder whose forward takes a cache says in its config that it is no decoder
+    # if the forward of an encoder takes a cache, its config says that it is no decoder
     keeps = "use_cache" in taken and getattr(config, "use_cache", False) and not hasattr(config, "is_decoder")
     if keeps or (kind in families.FAMILIES and families.FAMILIES[kind].causal):
         return f"{name} keeps a cache, as models that generate do"
@@ -74,7 +74,7 @@ class Table(images.Rows):
 
 
 class _Probed(NamedTuple):
-    """The findings of a batch that was filled up. why_not: why no batch is filled up. columns: the dimensions of each output that follow the width."""
+    """The result of probing a batch that was filled up. why_not: why no batch is filled up. columns: the dimensions of each output that follow the width."""
 
     why_not: str
     columns: dict[str, list[int]]
@@ -87,7 +87,7 @@ class Padded(Batched):
         taken = inspect.signature(model.forward).parameters
         others = tuple([name for name in _TEXT.others if name in taken])
         super().__init__(model, share, Tower(_IDS, others))
-        self.attention = ""  # its own: what it adds to the scores is its own to know
+        self.attention = ""  # its own attention: only the model knows what it adds to the scores
         self.not_packed = not_packed
         self.padding = int(getattr(model.config, "pad_token_id", None) or 0)
         self.implementation = getattr(model.config, "_attn_implementation", None)
@@ -117,7 +117,7 @@ class Padded(Batched):
         return super()._refused_model()
 
     def _positions(self) -> int | None:
-        """How many positions the model has, None if there is no end."""
+        """How many positions the model has; None if there is no limit."""
         most = getattr(self.model.config, "max_position_embeddings", None)
         return most if isinstance(most, int) and most > 0 else None
 
@@ -166,12 +166,12 @@ class Padded(Batched):
             found.append(y.clone(memory_format=torch.contiguous_format))
         return found
 
-    # --- whether the outputs stay what they are
+    # --- whether padding leaves the outputs unchanged
 
     def probe(self, batch: dict[str, Tensor]) -> _Probed:
         """Compute a part of a batch three times: alone, filled up, and filled up with other tokens of mask 0. The outputs must be the same.
 
-        Models are not known by name here. A convolution over tokens, or a mean over columns, would see what is added.
+        No model is known by name here. A convolution over tokens, or a mean over columns, would read the padding.
         """
         try:
             with self._at_rest():

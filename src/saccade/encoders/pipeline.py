@@ -19,7 +19,7 @@ from saccade.encoders.tokens import Chunk
 from saccade.errors import InvalidArgument
 
 GPU_TOKENS, CPU_TOKENS = 16_384, 4_096  # of a batch whose size the user leaves open
-_BEHIND = 4  # batches whose results may be on their way
+_BEHIND = 4  # batches whose results may be in transfer
 
 
 class Bound(NamedTuple):
@@ -33,7 +33,7 @@ class Bound(NamedTuple):
     def end(self, lengths: Any, sums: Any, first: int) -> int:
         """Behind the last text of the batch that starts with `first`; lengths fall, and sums are theirs with a 0 before."""
         longest = max(1, int(lengths[first]))
-        # no more than there are: numpy's numbers end at 2^63, and a user may pass sys.maxsize for every text at once
+        # at most the number of texts: numpy's integers end at 2^63, and a user may pass sys.maxsize
         tokens = min(self.tokens if self.texts is None else self.texts * longest, len(lengths) * longest)
         if self.padded:
             return min(len(lengths), first + max(1, tokens // longest))
@@ -162,7 +162,7 @@ class Results:
             event.synchronize()
         if rows.is_cuda:
             self.whole[torch.as_tensor(places).to(rows.device, non_blocking=True)] = rows
-        else:  # by numpy: the threads of torch would wait for cores on which texts are tokenised
+        else:  # by numpy: torch's threads would wait for cores that tokenise texts
             _bits(self.whole)[places] = _bits(rows)
 
     def finish(self) -> Tensor | None:
@@ -174,7 +174,7 @@ class Results:
 
 
 def _bits(x: Tensor) -> Any:
-    """A tensor of the host as numpy reads it, which knows no bfloat16."""
+    """A host tensor in a form that numpy, which has no bfloat16, can read."""
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x.detach()).numpy()
 
 

@@ -1,4 +1,4 @@
-"""Kept between calls of a captured model: how calls of one signature run, facts about the model, and how outputs are built."""
+"""Facts that are kept between calls of a captured model: how calls of one signature run, facts about the model, and how outputs are built."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Plan(NamedTuple):
 
 
 class Changed(Exception):
-    """The model has changed since the last call, or the graph of a call is still to be captured: the call is made anew."""
+    """The model has changed since the last call, or the graph of a call is not captured yet: the call is made again."""
 
 
 class Facts(NamedTuple):

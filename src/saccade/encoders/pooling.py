@@ -83,11 +83,11 @@ def pool_of(mode: Any) -> Pool | None:
     return lambda rows, ends: torch.cat([part(rows, ends) for part in parts if part is not None], dim=-1)
 
 
-_pooled = WeakTensorKeyDictionary()  # of batches that still live: not an attribute, which torch.save would write too
+_pooled = WeakTensorKeyDictionary()  # of live batches: not an attribute, which torch.save would write too
 
 
 def keep(padded: Tensor, mask: Tensor | None, embeddings: Tensor) -> None:
-    """Note on a padded batch that leaves the encoder what was pooled of it, under which mask; it lives as long as the batch."""
+    """Record, for a padded output batch, its pooled embeddings and the mask; the record lives as long as the batch."""
     _pooled[padded] = mask, embeddings, [*map(_version, (padded, mask))]
 
 
@@ -130,7 +130,7 @@ class Pooling(Own):
 
 
 def attach(model: nn.Module, served: Any) -> None:
-    """Let the Pooling of a `SentenceTransformer` take what graphs pool, if it has one of a known mode behind the encoder."""
+    """Make the Pooling of a `SentenceTransformer` use the embeddings that graphs pool, if its mode is known and it follows the encoder."""
     parts = list(model.children()) if type(model).__name__ == "SentenceTransformer" else []
     if len(parts) < 2 or type(parts[1]).__name__ != "Pooling" or all(x is not served.model for x in parts[0].modules()):
         return
@@ -142,7 +142,7 @@ def attach(model: nn.Module, served: Any) -> None:
 
 
 def detach(served: Any) -> None:
-    """Leave the Pooling as it was."""
+    """Restore the Pooling."""
     if served.pooling is not None:
         own.remove(served.pooling)
     served.pool = served.pooling = None

@@ -1,7 +1,7 @@
 """The tokenizers for which the first words of a long text give the tokens of the whole text, so that the rest need not be read.
 
 A tokenizer that splits at every space makes the tokens of a word from that word alone. Words up to a space then give the first tokens of the whole
-text. As many tokens as the limit are all that truncation on the right keeps.
+text, and truncation on the right keeps no more tokens than the limit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LETTERS = 8  # characters for each token of the limit, beyond which a text is c
 _LOCAL = {
     "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend", "Strip", "StripAccents",
 }  # fmt: skip
-# what splits at every space, and what may stand beside it, by their type
+# pre-tokenisers that split at every space, and those that may accompany them, by type
 _SPLITS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 _BESIDE = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "UnicodeScripts"}
 

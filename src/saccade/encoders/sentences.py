@@ -45,7 +45,7 @@ class Sentences(Own):
         return input
 
     def _changed(self) -> bool:
-        """Whether somebody would notice that the first two modules are not called."""
+        """Whether other code would notice that the first two modules are not called."""
         if [*self.model._modules.values()] != self._parts:
             return True
         base = self.served.model
@@ -63,7 +63,7 @@ def attach(model: nn.Module, served: Any) -> None:
     if served.pooling is None or not own.clear(model):
         return
     first = next(model.children())
-    # a module that hides tokens from its encoder, or puts out other features, is called as it is
+    # a module that hides tokens from its encoder, or returns other features, is called unchanged
     plain = type(first).__name__ == "Transformer" and getattr(first, "query_expansion", None) is None
     plain &= getattr(first, "module_output_name", "token_embeddings") == "token_embeddings"
     method = (getattr(first, "modality_config", None) or {}).get("text", {})
@@ -74,7 +74,7 @@ def attach(model: nn.Module, served: Any) -> None:
 
 
 def detach(served: Any) -> None:
-    """Leave the model its own forward."""
+    """Restore the model's own forward."""
     if served.sentences is not None:
         own.remove(served.sentences)
     served.sentences = None

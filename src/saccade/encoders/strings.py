@@ -30,7 +30,7 @@ _training = attrgetter("training")
 
 
 class _Stock(RuntimeError):
-    """The call is stock's after all."""
+    """The call must run stock after all."""
 
 
 class Method(Own):
@@ -63,7 +63,7 @@ class Method(Own):
 
 
 class _Ids(list[Any]):
-    """Token ids on their way through a method of stock: of one text, or a list of them."""
+    """Token ids that pass through a stock method: of one text, or a list of them."""
 
     def __init__(self, ids: Any):
         ids = _listed(ids)
@@ -91,7 +91,7 @@ class Strings:
                 Method(self, name).put()
 
     def detach(self) -> None:
-        """Leave the model its own methods."""
+        """Restore the model's own methods."""
         for name in _NAMES[self.kind]:
             own.remove(self.model, name)
         self.tokens = None
@@ -179,7 +179,7 @@ class Strings:
         bound = Bound(options["batch_size"], budget, self.kind == "CrossEncoder")
         self.last = f"{len(inputs)} inputs"
         to_host = bool(options["convert_to_numpy"]) and not options["convert_to_tensor"]
-        with contextlib.closing(chunks):  # ends the thread, whatever happens
+        with contextlib.closing(chunks):  # ends the thread in every case
             return self._finished(self._computed(chunks, bound, options, len(inputs), to_host), options)
 
     def _trains(self) -> bool:
@@ -284,7 +284,7 @@ def _are_ids(inputs: Any) -> bool:
 
 
 def attach(model: Any, served: Any) -> Strings | None:
-    """Let a `SentenceTransformer` or `CrossEncoder` run from strings by itself; None if it is neither."""
+    """Make a `SentenceTransformer` or `CrossEncoder` run from strings; None if it is neither."""
     kind = type(model).__name__
     is_known = kind in _NAMES and type(model).__module__.startswith("sentence_transformers.")
     return Strings(model, served) if is_known and any(x is served.model for x in model[0].modules()) else None

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any, NamedTuple
 
-_TEXTS = 64  # joined at most
-_GROUPS = 16  # of a chunk at least, so that cores have work
+_TEXTS = 64  # at most so many texts are joined
+_GROUPS = 16  # at least so many groups in a chunk, so that all cores have work
 _AT_ONCE = 4  # lists that are read without a pause: some 0.3 ms
 # texts whose ids must be the same alone and joined: what a tokenizer does at the start or the end of its input would show
 _PROBES = (
@@ -49,8 +49,8 @@ class Together(NamedTuple):
     ) -> tuple[Any, Any]:
         """(the ids of all texts, how many each has) of so many texts.
 
-        alone: gives the ids of some texts. It is called for a group in which a text names the token at which texts end. lends: the interpreter is
-        lent to a thread that waits for it, 60 us each time.
+        alone: gives the ids of some texts. It is called for a group in which a text names the token at which texts end. lends: the interpreter lock
+        is released for a waiting thread, 60 us each time.
 
         Encodings are dropped as they are read.
         """
@@ -127,9 +127,9 @@ def together(tokenizer: Any, limit: int | None) -> Together | None:
     if not all(_is_plain(x, tokenizer.normalizer is not None) for x in edges):
         return None
     if any(x.content in y.content for x in edges for y in known.values()):
-        return None  # the longer one might begin in a text
+        return None  # the longer token might begin in a text
     if any(_overlap(x.content, y.content) for x in edges for y in (*known.values(), *edges)):
-        return None  # one might begin in a text and end in the other
+        return None  # a token might begin in a text and end in the other token
     between = "".join([tokenizer.id_to_token(i) for i in (*after, *before)])
     found = Together(tokenizer, before, after, between, limit)
     return found if _agrees(found) else None

@@ -17,10 +17,10 @@ from saccade.encoders.together import Together, flat, together
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
-_AHEAD = 4  # chunks that are tokenised before they are asked for
+_AHEAD = 4  # chunks that are tokenised ahead of their use
 _FIRST, _MOST = 256, 2048  # texts of the first chunk, which the device waits for, and of later ones
 _AT_ONCE = 256  # encodings that are read without a pause: some 0.8 ms
-_FEW = 500  # added tokens that are looked at in each call
+_FEW = 500  # added tokens that are checked in each call
 _METHODS = ("__call__", "_encode_plus", "_batch_encode_plus", "set_truncation_and_padding")
 
 
@@ -29,7 +29,7 @@ class NotCopied(RuntimeError):
 
 
 class _OfRust:
-    """Makes a `NotCopied` of an error of Rust. It is of the kind `Exception` itself, for which an except clause would catch every other kind too."""
+    """Turns an error of Rust into `NotCopied`. Rust raises plain `Exception`, and an except clause for that would catch every other error too."""
 
     def __enter__(self) -> None:
         pass
@@ -99,7 +99,7 @@ class Encoded(NamedTuple):
 
 
 class Rust(NamedTuple):
-    """A copy of a Rust tokenizer that never pads, cuts at `limit` tokens (None for nowhere), and is changed by nobody."""
+    """A copy of a Rust tokenizer that never pads, cuts at `limit` tokens (None for no limit), and is never changed."""
 
     tokenizer: Any
     limit: int | None
@@ -132,7 +132,7 @@ class Rust(NamedTuple):
         return Encoded(texts, short, self.encode(texts, short), False)
 
     def arrays(self, some: Encoded, typed: bool, lends: bool = False) -> tuple[Any, Any, Any]:
-        """(ids, lengths, types) of texts. typed: types are wanted. lends: the thread may wait for the interpreter."""
+        """(ids, lengths, types) of texts. typed: types are wanted. lends: a thread may wait for the interpreter lock."""
         if not some.joined or self.together is None:
             return _arrays(some.encodings, typed, lends)
 
@@ -196,7 +196,7 @@ class Tokens:
         certain = room and user.truncation_side == "right" and is_certain(found)
         found.encode_special_tokens = bool(getattr(user, "split_special_tokens", False))
         cuts_right = limit is None or (room and user.truncation_side == "right")
-        joins = cuts_right and not found.encode_special_tokens  # which a copy of it forgets
+        joins = cuts_right and not found.encode_special_tokens  # which a copy does not keep
         as_one = together(copy.deepcopy(found), limit) if joins else None
         if limit is not None:
             found.enable_truncation(max_length=limit, stride=0, strategy="longest_first", direction=user.truncation_side)
@@ -223,13 +223,13 @@ class Tokens:
         with closing(encodings) if isinstance(encodings, Generator) else nullcontext():
             typed = self.types and (rust.typed or not isinstance(texts[0], str))
             for number, (found, some) in enumerate(zip(encodings, places, strict=True)):
-                # no thread runs beside the first chunk
+                # no other thread runs during the first chunk
                 ids, counts, kinds = rust.arrays(found, typed, number > 0)
                 yield Chunk(ids, counts, some, kinds)
 
 
 def _arrays(encodings: list[Any], typed: bool, lends: bool) -> tuple[Any, Any, Any]:
-    """The arrays of a chunk. lends: after some encodings the interpreter is lent to a thread that waits for it, so that the Rust code has work."""
+    """The arrays of a chunk. lends: after some encodings the interpreter lock is released for a waiting thread, so that the Rust code has work."""
     import numpy as np
 
     parts = []

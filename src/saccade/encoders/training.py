@@ -1,4 +1,4 @@
-"""A captured forward and backward as one differentiable call: graphs of two, which share memory while the backward is still to come."""
+"""A captured forward and backward as one differentiable call: two graphs, which share memory until the backward has run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from saccade.encoders.graphs import Make, Run, Turns, _quiet
 
 @contextmanager
 def _aliased(model: nn.Module, parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Leaves of the same memory in the place of the parameters of a model.
+    """Leaves that share the memory of a model's parameters and replace them.
 
     A node that adds to a parameter's gradient belongs to the stream on which it was made. It lives as long as any graph of the caller, such as an old
     loss. A capture that led to it would fail: "would make the legacy stream depend on a capturing blocking stream".
     """
-    # of the type of parameters, whose shapes torch.compile takes for constants
+    # they have the type of parameters, whose shapes torch.compile treats as constants
     aliases = {id(x): nn.Parameter(x.detach()) for x in parameters}
     places = [
         (d, name, x)
@@ -44,7 +44,7 @@ class Slot:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.owner: object | None = None  # the ticket of the forward whose backward has not come yet
+        self.owner: object | None = None  # the ticket of the forward that still waits for its backward
 
     @property
     def free(self) -> bool:
@@ -52,7 +52,7 @@ class Slot:
 
 
 class Ticket:
-    """Held by the node of a forward; dropped with it, so that a graph that nobody differentiates frees its slot."""
+    """Held by the autograd node of a forward and dropped with it, so that a graph that is never differentiated frees its slot."""
 
     def __init__(self, slot: Slot):
         self.slot, slot.owner = slot, id(self)
@@ -86,7 +86,7 @@ class Gradients:
         self.by_dtype = {dtype: [i for i, x in enumerate(parameters) if x.dtype == dtype] for dtype in sizes}
 
     def copies(self, used: list[bool]) -> list[Tensor | None]:
-        """The gradients in memory of their own: autograd may keep them as they are, and the next replay overwrites the buffers."""
+        """The gradients in memory of their own: autograd may keep the tensors that it gets, and the next replay overwrites the buffers."""
         found: list[Tensor | None] = [None] * len(self.views)
         for dtype, places in self.by_dtype.items():
             copy = self.flat[dtype].clone()
@@ -134,7 +134,7 @@ class Training:
 
 
 def _gradients(outputs: Sequence[Tensor], leaves: list[Tensor], doutputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradients of leaves; an output before the first parameter that is trained has none to give."""
+    """The gradients of leaves; an output before the first trained parameter contributes none."""
     pairs = [(x, dx) for x, dx in zip(outputs, doutputs, strict=True) if x.requires_grad]
     return torch.autograd.grad([x for x, _ in pairs], leaves, [dx for _, dx in pairs], allow_unused=True)
 

@@ -24,7 +24,7 @@ class Alternatives:
     """The launchers of one operation.
 
     following: names of the backends that take over, in order. reference: launchers of the reference.
-    join: `(alternatives, chain) -> launchers` whose entries try the backends of a chain in turn, by `attempt`.
+    join: `(alternatives, chain) -> launchers`, whose entries try the backends of a chain in turn (`attempt`).
     """
 
     def __init__(

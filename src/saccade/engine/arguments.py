@@ -18,7 +18,7 @@ from torch import Tensor
 from saccade.errors import InvalidArgument
 
 _INFINITE = float("inf")
-_LEAST_SCALE = 2.0**-126  # the least normal number of float32
+_LEAST_SCALE = 2.0**-126  # the smallest normal number of float32
 # floats that torch computes with: float8 is for storage
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # sizes of a traced program, and numbers made of them
@@ -172,8 +172,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def is_normal_scale(scale: float) -> bool:
-    """Whether a scale is positive and not so small that it is 0 or subnormal in float32. Kernels hide keys by a score of -inf and multiply by the
-    scale after it, which makes NaN or inf of others."""
+    """Whether a scale is positive and normal in float32. Kernels set hidden scores to -inf before they multiply by the scale: a scale of 0 would
+    make them NaN, and a negative one +inf."""
     return scale >= _LEAST_SCALE
 
 
@@ -203,12 +203,12 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 
 
 def check_grouped(heads: int, kv_heads: int, enable_gqa: bool, layout: str, shapes: Callable[[], str]) -> None:
-    """Check that query heads may share fewer key heads, in tensors of a layout whose shapes are said in words."""
+    """Check that query heads may share key heads. layout, shapes: for messages."""
     divides = kv_heads > 0 and heads % kv_heads == 0
     if enable_gqa and not divides:
         raise InvalidArgument(f"{heads} query heads are no multiple of {kv_heads} key heads ({shapes()})")
     if not enable_gqa:
-        # with tokens before heads, the numbers of tokens are in the place of those of heads
+        # a user who passes tokens before heads meets this error with token counts, so the message names the layout
         advice = "pass enable_gqa=True to share them" if divides else f"they must agree, in tensors {layout}"
         raise InvalidArgument(f"query has {heads} heads, key and value {kv_heads}; {advice} ({shapes()})")
 

@@ -35,10 +35,11 @@ class Backend:
     `rule` says in a sentence why `prefers` says what it says, and names the rows of a committed table that show it, for `explain`.
     `own_dropout`: it draws its dropout itself, so no Philox key is drawn for it and no reference can reproduce its draw.
     `is_reference`: it defines the meaning of the operation; it is slow and takes O(Tq * Tk) memory.
-    `is_torch`: it computes by torch's operations alone, so it runs while saccade is disabled.
-    `form` gives the kernels and configurations that run a call, made by the function that its launchers ask; `explain` prints it.
+    `is_torch`: it uses only torch's operations, so it runs while saccade is disabled.
+    `form` gives the kernels and configurations that run a call; `explain` prints it, and the launchers call the same function.
     `replays`: C++ may replay its launches, which are noted while Python makes them (`saccade.native.recording`).
-    `limits` says up to which sizes a batch of packed tokens is one launch, and whether this one is, as `saccade.native` checks it.
+    `limits` gives the sizes up to which a batch of packed tokens takes one launch, and whether this batch does; `saccade.native`
+    checks them.
     `takes_as_it_is` says whether torch's function may be called with the tensors unchanged.
     A backend has either `attend` (plain torch, differentiated by torch) or `launchers` (imported at first use).
     """

@@ -14,7 +14,7 @@ from saccade.engine.layout import Rows
 
 
 def _recorded() -> contextlib.AbstractContextManager[None]:
-    """Autograd on for what runs inside an op: torch calls the implementations of ops below autograd, where nothing is recorded."""
+    """Turns autograd on inside an op: torch calls implementations of ops below autograd, where nothing is recorded."""
     key = torch._C.DispatchKey
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(key.AutogradFunctionality).remove(key.ADInplaceOrView)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)

@@ -18,7 +18,7 @@ _OptionalTensor = TypeVar("_OptionalTensor", Tensor, Tensor | None)
 
 def gradient_needed(*tensors: Tensor | None) -> bool:
     """Whether a call must be recorded for a gradient."""
-    # under forward-mode AD the autograd.Function must run so that it raises: the bare op would drop the tangent in silence
+    # under forward-mode AD the autograd.Function must run so that it raises: the bare op would silently drop the tangent
     if torch.autograd.forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
@@ -59,7 +59,7 @@ def recordable(tensor: _OptionalTensor) -> _OptionalTensor:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether it has values at all, and not a shape alone as meta and fake tensors."""
+    """Whether it has values, unlike meta and fake tensors, which have only a shape."""
     return not (tensor.is_meta or hasattr(tensor, "fake_mode"))
 
 
@@ -76,8 +76,8 @@ def values_known(tensor: Tensor) -> bool:
 
 
 def split_mask(problem: Problem, attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(boolean mask, bias): `attn_mask` as the one that it is, and None for the other. A mask that was expanded over the queries gives only the
-    row of the first query."""
+    """`(boolean mask, bias)`, one of which is `attn_mask` and the other None. If a boolean mask was expanded over the queries, only its first
+    row is returned."""
     if attn_mask is None:
         return None, None
     if problem.mask != "bool":

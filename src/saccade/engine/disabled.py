@@ -22,7 +22,7 @@ def disabled() -> Iterator[None]:
     Programs that were compiled, exported or captured in a CUDA graph outside of the block keep the kernels that they were made with.
     """
     switch.change(1)
-    prepare.forget()  # calls that were remembered, by C++ too
+    prepare.forget()  # remembered calls, also those in C++
     try:
         yield
     finally:

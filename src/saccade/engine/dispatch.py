@@ -20,7 +20,7 @@ _logger = logging.getLogger("saccade")
 class Plan(NamedTuple):
     """The backend that runs a call, and why: the call is prepared with it, and `explain` prints it.
 
-    named: the backend was asked for by its name.
+    named: the caller named the backend.
     """
 
     problem: Any
@@ -160,7 +160,7 @@ def _by_name(candidates: tuple[Backend, ...], name: str) -> Backend:
 
 
 def _refusal(headline: str, problem: Any, reasons: dict[str, list[str]]) -> str:
-    # Dynamo joins no text of numbers that may be symbols, and would tell of that in place of the reasons
+    # Dynamo cannot format symbolic sizes, and would report that instead of the reasons
     lines = [headline] if torch.compiler.is_compiling() else [headline, f"    {problem}"]
     for name, sentences in reasons.items():
         width = len(name) + 2
@@ -168,7 +168,7 @@ def _refusal(headline: str, problem: Any, reasons: dict[str, list[str]]) -> str:
     return "\n".join(lines)
 
 
-# bounded, as ever new shapes would each leave their text here
+# bounded, because every new shape leaves its text here
 @functools.lru_cache(maxsize=1024)
 def _warn_reference(problem: str) -> None:
     _logger.warning("only the reference backend can run %s: correct, but slow and O(Tq * Tk) in memory", problem)

@@ -40,7 +40,8 @@ def refuse_if_differentiated_forward(error: NotImplementedError, problem: Any, b
 
 
 def _apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with a view for a tensor that is among those before it: torch.compile takes no tensor of an autograd.Function twice."""
+    """The arguments, with a view in place of each repeated tensor: torch.compile accepts a tensor only once among an autograd.Function's
+    arguments."""
     made: list[Any] = []
     for x in args:
         made.append(x.view_as(x) if isinstance(x, Tensor) and any(x is other for other in made) else x)
@@ -69,7 +70,7 @@ class _Refuse(torch.autograd.Function):
 
 
 class _Once:
-    """The ctx of a backward, with its saved tensors asked for once: the hooks of checkpointing give each of them a single time."""
+    """The ctx of a backward, which unpacks its saved tensors once: checkpointing's hooks return each of them only once."""
 
     def __init__(self, ctx):
         self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -81,7 +82,7 @@ class _Once:
 def first_order(backward):
     """Make a backward raise when it is differentiated.
 
-    torch's `once_differentiable` does not serve: it looks only at the incoming gradients. After a linear loss these need no
+    torch's `once_differentiable` does not suffice: it checks only the incoming gradients. After a linear loss these need no
     gradient, and a penalty on dq would silently add nothing.
     """
 

@@ -1,6 +1,6 @@
 """FLOP formulas of the ops, for `torch.utils.flop_counter.FlopCounterMode`: counted as torch counts its own attention.
 
-That module imports Triton, so it is not imported here: formulas are handed over when somebody else has imported it.
+That module imports Triton, so it is not imported here: formulas are handed over once something else has imported it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _hand_over(counter: ModuleType) -> None:
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Finds nothing; when torch's counter is imported it leaves, and has the formulas handed over behind that import."""
+    """An import hook that finds no module. When torch's counter is imported, it removes itself and hands over the formulas after
+    that import."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _COUNTER:

@@ -28,7 +28,7 @@ def function(
     Args:
         forward: `(args, options) -> ((out, lse), saved)`; what is saved begins with the output, or None, and the lse.
         backward: `(args, rows, dout, dlse, saved, wanted, options) -> (the gradients of rows, that of the extra field)`. wanted: whether the last one
-            is asked for. rows: query, key and value, or the packed tensor.
+            is needed. rows: query, key and value, or the packed tensor.
         unpack: of the first argument, if it is one packed tensor: query, key and value.
     """
     rows = 3 if unpack is None else 1

@@ -1,7 +1,7 @@
 """The tensors that kernels may read: dense memory that torch's own operations read too. All others are refused by name.
 
 Some subclasses of `torch.Tensor` have a meaning that is not in their memory: torch's causal biases never write theirs, and a masked tensor holds
-two. To read such memory would give a result without any error.
+two. Reading such memory would give a wrong result without an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STAND_INS = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
 
 
 def check_kinds(**given: Any) -> None:
-    """Raise for each tensor whose memory does not say what it means. Arguments that are no tensors are left to other checks.
+    """Raise for each tensor whose memory does not say what it means. Other checks handle arguments that are not tensors.
 
     Raises:
         InvalidArgument: a subclass of `torch.Tensor` with operations of its own, or a layout other than strided.

@@ -26,7 +26,7 @@ def strides_like_heads(tensor: Tensor, last_dim: int | None = None) -> tuple[int
     batch, heads, time, dim = tensor.shape
     dim = dim if last_dim is None else last_dim
     outer = tensor.stride()[:3]
-    # plain numbers: a comparison of symbols would guard a traced program
+    # plain numbers: a comparison of symbols would add a guard to a traced program
     if all(type(n) is int for n in (*outer, batch, heads, time, dim)) and len({0, *outer}) == 4 and min(batch, heads, time) > 1:
         strides, step = [0, 0, 0], dim
         for axis in sorted(range(3), key=outer.__getitem__):
@@ -58,8 +58,8 @@ def _known(condition: bool | torch.SymBool) -> bool:
 
 
 def repeat_heads(tensor: Tensor, group: int, dim: int = 1) -> Tensor:
-    """Key heads as often as query heads share them, each beside its copies. `repeat_interleave` does the same, but `torch.jit.trace` makes an index on
-    the CPU of it, which CUDA refuses."""
+    """Key heads repeated once for each query head that shares them, copies adjacent. `repeat_interleave` does the same, but `torch.jit.trace` turns it
+    into an index on the CPU, which CUDA refuses."""
     sizes = tensor.shape[: dim + 1], tensor.shape[dim + 1 :]
     return tensor.unsqueeze(dim + 1).expand(*sizes[0], group, *sizes[1]).flatten(dim, dim + 1)
 
@@ -81,12 +81,12 @@ def on_16_bytes(tensor: Tensor) -> Tensor:
 
 
 def shares_memory(tensor: Tensor) -> bool:
-    """Whether elements of an expanded tensor are one in memory; hooks of saved tensors could not bring it back so."""
+    """Whether elements of an expanded tensor share memory, which saved-tensor hooks cannot restore."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 class Rows(NamedTuple):
-    """How an operation's query, key and value lie.
+    """The layout of an operation's query, key and value.
 
     unpack: query, key and value as views of one packed tensor. like: a new dense tensor with the shape of one of them; its last dim may be given.
     lse: the shape of the log-sum-exp for a query.

@@ -36,20 +36,20 @@ def checked_lengths(lengths: Tensor, kv_len: int, any_width: bool = False) -> Te
 
 
 def check_once(tensor: Tensor, about: Hashable, check: Callable[[], None]) -> None:
-    """Run `check`, which raises, unless it has been run for this tensor on a GPU, with these values, and the same `about`."""
+    """Run `check`, which may raise, unless it has run for this tensor on a GPU, at this version and with the same `about`."""
     version = None if tensor.is_inference() else tensor._version
     seen = _CHECKED.get(id(tensor))
     known = seen is not None and seen[0]() is tensor and seen[1:] == (version, about)
-    # on a CPU a look costs no wait, and numpy may change values without a new version
+    # on a CPU a check does not wait, and numpy may change values without a new version
     if not known or tensor.device.type == "cpu":
         check()
         _remember(tensor, version, about)
 
 
 def _remember(tensor: Tensor, version: int | None, about: Hashable) -> None:
-    """A tensor that is freed leaves by itself, so what is dropped for want of room is the oldest that lives.
+    """A freed tensor removes its own entry, so a full table drops the oldest live one.
 
-    No loop over the dictionary runs Python or makes objects that are collected: either lets another thread in, which adds to it.
+    A loop over the dictionary must not run Python or allocate collected objects: either lets another thread add to it.
     """
     number = id(tensor)
     _CHECKED.pop(number, None)

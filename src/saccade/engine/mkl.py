@@ -1,4 +1,4 @@
-"""Makes torch's exponentials on a CPU right from the first call on."""
+"""Makes torch's exponentials on a CPU correct from the first call on."""
 
 from __future__ import annotations
 

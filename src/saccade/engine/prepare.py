@@ -71,7 +71,7 @@ def find(call, *others):
 def finder(operation: str, record: Any, *relations: str) -> Callable[..., tuple[Hashable | None, Prepared | None]]:
     """`(call, *others) -> (signature, prepared call)` for public calls, tuples in the order of a record; others: whatever else counts.
 
-    There is no signature if the call is traced, or if an argument is of the wrong kind. There is no prepared call if the signature is new. The function is
+    There is no signature if the call is traced, or if an argument has the wrong type. There is no prepared call if the signature is new. The function is
     compiled from text, as the constructor of a NamedTuple is: a loop over the fields would take longer than the rest of a call.
 
     relations: expressions of the fields that belong to the signature too.
@@ -101,7 +101,7 @@ def prepare(
     with untraced():
         prepared = Prepared(choose(backends, describe(*arguments), backend))
     if signature is not None:
-        # only a stream of ever new shapes fills the memory
+        # only an endless stream of new shapes fills the memory
         if len(_PREPARED) >= _MAX_PREPARED:
             _PREPARED.clear()
         _PREPARED[signature] = prepared

@@ -52,10 +52,10 @@ class Problem:
     dropout_p: float = 0.0
     mask: str | None = None  # None, "bool" or "bias"
     mask_shape: tuple[int, ...] | None = None
-    bias_dtype: torch.dtype | None = None  # where it is another than that of query
+    bias_dtype: torch.dtype | None = None  # if it differs from the dtype of query
     bias_grad: bool = False
     lengths: bool = False
-    key_mask: bool = False  # of each batch row, beside a bias
+    key_mask: bool = False  # of each batch row, together with a bias
     needs_grad: bool = False
     return_lse: bool = False
     enable_gqa: bool = False
@@ -93,7 +93,7 @@ class Problem:
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether the device is here, not one that somebody asks about."""
+        """Whether the device is in this machine, not one that `explain --arch` describes."""
         if self.device_type != "cuda":
             return True
         here = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -190,7 +190,7 @@ def describe(
 
 def replayed_by_cpp(problem: Problem, attn_mask: Tensor | None) -> Problem:
     """The problem; its host time does not count if C++ replays such calls."""
-    # checked last, so that no compiled graph depends on whether the C++ path is there
+    # checked last, so that no compiled graph depends on whether the C++ module is loaded
     if not problem.host_counts or native.calls is None or not replayable(problem):
         return problem
     if problem.mask == "bias" and attn_mask is not None and shares_memory(attn_mask):

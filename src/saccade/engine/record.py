@@ -17,7 +17,7 @@ Differentiable = Annotated[Tensor, _GRADIENT]
 DifferentiableOrNone = Annotated[Tensor | None, _GRADIENT]
 # a size, which a traced program may not know
 Size = Annotated[int, _SYMBOL]
-# marks of the last fields, which no op takes: backward gets what forward got, or it is between the launchers and their kernels alone
+# marks of the last fields, which no op takes: backward gets the value of forward, or only the launchers set it for their kernels
 BACKWARD_TOO, LAUNCHERS_ONLY = "backward gets it", "only launchers set it"
 
 

@@ -46,7 +46,7 @@ class Source(NamedTuple):
 
 
 def table(name: str, *rows: Row, card: str = "h100") -> Source:
-    """Rows of a table. card: the folder of the GPU on which it was measured."""
+    """Rows of a table. card: the folder of the GPU that measured it."""
     return Source(f"{RESULTS}/{card}/{name}.csv", rows)
 
 
@@ -56,7 +56,7 @@ def square(length: int, head_dim: int, problems: int, features: str = "") -> Row
 
 
 class Rule(NamedTuple):
-    """Why `auto` takes a backend or, if `against`, why not. source: None if nothing of it lies in a committed file."""
+    """Why `auto` takes a backend or, if `against`, why not. source: None if no committed file shows it."""
 
     said: str
     source: Source | None = None

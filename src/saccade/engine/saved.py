@@ -31,7 +31,7 @@ def saved(ctx: Any) -> tuple[Any, ...]:
     """The saved tensors in their original layout; those that came back with another one are copied.
 
     Raises:
-        InvalidArgument: a hook, or `.data`, put a tensor of another shape or dtype in the place of one that was saved.
+        InvalidArgument: a hook, or `.data`, replaced a saved tensor by one of another shape or dtype.
     """
     tensors, layouts = ctx.saved_tensors, ctx.layouts
     if layouts is None:

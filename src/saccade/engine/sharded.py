@@ -3,7 +3,7 @@
 Attention of one batch row and head needs nothing of another. So a call whose batch or heads are sharded is the same call on each
 rank's part, without any exchange, and so is its backward. Rules are made for public functions and not for ops. The part that a rank
 holds decides which backend runs, whether it is an op at all, and what is checked and drawn before it. A placement that would need
-an exchange is refused: nothing is gathered in silence.
+an exchange is refused: nothing is gathered silently.
 
 `torch.distributed.tensor` is imported when a DTensor arrives, which has imported it already.
 """
@@ -83,7 +83,7 @@ def on_shards(
     from torch.distributed.tensor import DTensor
 
     roles = _roles(*next(iter(tensors.items())))
-    # a weight is dropped by its place in the part, and by the generator of the rank
+    # dropout depends on a weight's place in the part and on the rank's generator
     dropout_p = check_probability("dropout_p", options.get("dropout_p", 0.0))
     if dropout_p and any(role is None and roles.mesh.size(i) > 1 for i, role in enumerate(roles.of)):
         dim = next(i for i, role in enumerate(roles.of) if role is None and roles.mesh.size(i) > 1)
@@ -104,12 +104,12 @@ def on_shards(
     return tuple(placed) if isinstance(found, tuple) else placed[0]
 
 
-# of each argument of a public call its dims, a function that finds them, or None for what is no tensor
+# for each argument of a public call: its dims, a function that finds them, or None if it is not a tensor
 Placed = tuple[tuple[str, Dims | Callable[[Any], Dims] | None], ...]
 
 
 def placed(record: Any) -> Placed:
-    """The tensors that the record of a public call declares; read once, as no compiler traces it."""
+    """The tensors that the record of a public call declares; read once, because no compiler can trace that."""
     return tuple(
         (name, next((mark for mark in marks if isinstance(mark, Dims) or mark is scores_dims), None))
         for name, _, marks in annotated(record)
@@ -172,7 +172,7 @@ def _allowed(dims: Dims) -> str:
 
 
 def _expected(x: Tensor, name: str, dims: Dims, roles: _Roles) -> list[Any]:
-    """How a tensor has to be placed beside the first one."""
+    """The placement that a tensor needs, given that of the first."""
     from torch.distributed.tensor import Replicate, Shard
 
     ranks = 1
@@ -210,7 +210,7 @@ def _part(name: str, x: Any, dims: Dims, roles: _Roles) -> Any:
     if x.device_mesh != roles.mesh:
         raise InvalidArgument(f"{name} is on {x.device_mesh}, {roles.first} on {roles.mesh}; they must be on one mesh")
     for i, (place, wanted) in enumerate(zip(x.placements, expected, strict=True)):
-        # cutting a replica takes no exchange, but that of its gradient would
+        # slicing a replica needs no exchange, but its gradient would need one
         if place != wanted and (x.requires_grad or not isinstance(place, Replicate)):
             raise InvalidArgument(
                 f"{name} is {place} on {roles.said(i)}, where {roles.first} is sharded by its {roles.of[i]}; it must be {wanted} there: "
@@ -235,7 +235,7 @@ def _placements(dims: Dims, roles: _Roles) -> list[Any]:
 
 
 def _strides(part: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor of the global shape whose dims lie in memory in the order of a part's."""
+    """The strides of a dense tensor of the global shape whose dims have the memory order of a part's."""
     strides, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda i: (part.stride(i), -i)):
         strides[dim] = step

@@ -1,4 +1,4 @@
-"""torch's own `scaled_dot_product_attention`, bound while saccade is imported: somebody may put `saccade.attention` in its place later."""
+"""torch's own `scaled_dot_product_attention`, bound when saccade is imported, because code may replace it by `saccade.attention` later."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -43,7 +43,8 @@ def eager(*tensors: Any) -> bool:
 
 
 def observer() -> str:
-    """The observer of each operation of torch, besides a device or in its place; empty if there is none. A replay of a CUDA graph would hide them."""
+    """A clause that names what observes or replaces torch's operations; empty if nothing does. A replayed CUDA graph would hide them from
+    it."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return "the call is traced"
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -1,4 +1,4 @@
-"""A tensor that counts as one which needs a gradient."""
+"""Marks a tensor as one that requires a gradient."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 
 
 class Tracked(torch.autograd.Function):
-    """`Tracked.apply(tensor, other)` is the tensor as it is, which needs a gradient because another does, and asks for none."""
+    """`Tracked.apply(tensor, other)` returns the tensor, which requires a gradient if `other` does. Backward gives neither of
+    them one."""
 
     @staticmethod
     def forward(ctx, tensor, other):

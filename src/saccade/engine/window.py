@@ -20,7 +20,7 @@ def check_window(window: Any) -> Window | None:
     """A window as a tuple of plain numbers; None if it has no limit on either side.
 
     Raises:
-        InvalidArgument: it is no pair of whole numbers or None.
+        InvalidArgument: it is not a pair of integers or None.
     """
     if window is None:
         return None
@@ -40,7 +40,7 @@ def check_alone(window: Window | None, name: str, other: Tensor | None) -> None:
 
 
 def restricting(window: Window | None, causal: bool) -> Window | None:
-    """The window of a call, None if a causal mask hides all that it does."""
+    """The window of a call; None if a causal mask already hides everything that it hides."""
     return None if window is not None and causal and window[0] is None else window
 
 
@@ -74,7 +74,7 @@ def in_window(rows: Tensor, keys: Tensor, left: int, right: int) -> Tensor:
 
 
 def _end(end: Any) -> int | None:
-    """A plain number; -1 for what is none."""
+    """A plain number; -1 for anything else."""
     if end is None:
         return None
     if isinstance(end, bool) or not isinstance(end, (int, torch.SymInt, numbers.Integral)):

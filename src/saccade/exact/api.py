@@ -120,9 +120,9 @@ def attention(
         value: `[B, Hkv, Tk, D]`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
             `[B, H, Tq, Tk]`; or a causal bias of `torch.nn.attention.bias`. Kernels read a float32 bias of 16-bit queries as it is.
-            On a GPU torch's function reads it in the dtype of `query`, a number below that range as the least one. For image windows, a
-            floating `[W, H, Tq, Tk]` (H, Tq and Tk may be 1) is read without a copy, and its gradient is summed over the images.
-            Excludes `is_causal`. As in torch, a NaN in a masked key may reach the output; `lengths` prevents this.
+            On a GPU torch's function reads it in the dtype of `query`, with numbers below that range clamped to the lowest finite one. For image
+            windows, a floating `[W, H, Tq, Tk]` (H, Tq and Tk may be 1) is read without a copy, and its gradient is summed over the images. Excludes
+            `is_causal`. As in torch, a NaN in a masked key may reach the output; `lengths` prevents this.
         dropout_p: probability of dropping a weight, `0 <= dropout_p < 1`. The Philox key is drawn from torch's generator of the
             device, so dropout follows `torch.manual_seed`. As in torch, it is applied whenever it is above 0.
         is_causal: key j is visible to query i if j <= i (upper-left, as torch).
@@ -172,7 +172,7 @@ def attention(
         if found is not None:
             return found
     if window is not None:
-        # as plain numbers, by which a call is remembered; C++ remembers none with a window
+        # as plain numbers, which the signature holds; C++ replays no call with a window
         window = check_window(window)
         call = (*call[:_WINDOW], window, *call[_WINDOW + 1 :])
     if key_mask is not None and not (isinstance(query, Tensor) and query.is_nested):
@@ -186,7 +186,7 @@ def attention(
         return _attention_on_shards(call)
     if isinstance(query, Tensor) and query.is_nested:
         return attention_nested(*call)
-    # `is False` and not a truth test: a value that is no flag is refused when the call is described
+    # `is False`, not a truth test: anything but a bool is refused when the call is described
     if (
         window is None
         and key_mask is None
@@ -228,7 +228,7 @@ def _args_of(
     problem = prepared.problem
     mask, bias = split_mask(problem, attn_mask)
     if key_mask is not None:
-        # without a bias for each window, torch's function takes tensors of rank 5 as they are
+        # without a bias for each window, torch's function takes tensors of rank 5 unchanged
         mask = mask_of_keys(key_mask) if problem.rank == 4 else key_mask[..., None, None, :]
     if problem.windows:
         query, key, value = in_one_batch(query), in_one_batch(key), in_one_batch(value)

@@ -13,7 +13,7 @@ from saccade.launch.cache import LaunchCache
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of the public function, in its order. The function itself makes a plain tuple of them, which takes less time."""
+    """The arguments of the public function, in its order. The function itself makes a plain tuple of them, which is faster."""
 
     query: Annotated[Tensor, BHTD]
     key: Annotated[Tensor, BHTD]
@@ -48,7 +48,7 @@ class AttentionArgs(NamedTuple):
     """The tensors and numbers of one `attention` call, after checking; the same for every backend.
 
     query, key, value: `[B, H, Tq, D]`, `[B, Hkv, Tk, D]`, `[B, Hkv, Tk, D]`.
-    mask: bool (True = attend), broadcastable to `[B, H, Tq, Tk]`. Beside a bias it is a mask of keys, `[B, 1, 1, Tk]`.
+    mask: bool (True = attend), broadcastable to `[B, H, Tq, Tk]`. With a bias it is a mask of keys, `[B, 1, 1, Tk]`.
     bias: floating, added to the scores, broadcastable likewise; or a bias for each of W windows (see `windows_of`).
     lengths: int32 `[B]`; int64 too for backends in plain torch. seed: int64 `[1]`, the Philox key; None without dropout.
     window_left, window_right: of a sliding window, NO_LIMIT for none; a call with one has neither mask nor bias.
@@ -73,13 +73,13 @@ class AttentionArgs(NamedTuple):
 
 def windows_of(bias: Tensor | None, batch: int) -> int:
     """W of a bias `[W, H or 1, Tq or 1, Tk or 1]` that has a row for each of W windows, where the batch is images times windows with
-    the windows inside: batch row b reads row b % W. 0 for a bias that broadcasts to the batch as it is."""
+    the windows inside: batch row b reads row b % W. 0 for a bias that broadcasts to the batch."""
     if bias is None or bias.dim() < 4:
         return 0
     return 0 if bias.shape[0] in (1, batch) else bias.shape[0]
 
 
 def repeated(bias: Tensor, batch: int) -> Tensor:
-    """The same with a row for each batch row, for what knows no windows: a bias of windows is copied for each image."""
+    """The same call for backends that know no windows: the bias is copied for each image."""
     windows = windows_of(bias, batch)
     return bias.repeat(batch // windows, 1, 1, 1) if windows else bias

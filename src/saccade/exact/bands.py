@@ -62,7 +62,7 @@ def fold(query: Tensor, key: Tensor, value: Tensor, band: Band, lengths: Tensor 
         real = torch.arange(key.shape[2], device=key.device) < lengths[:, None]
         key, value = (x.where(real[:, None, :, None], 0.0) for x in (key, value))
     if torch.compiler.is_compiling():
-        # a padding of 0 keeps an input's order of dimensions, but not where sizes are symbols: the program would have views that fail (torch 2.13)
+        # padding by 0 keeps the order of dimensions, but not with symbolic sizes: later views in the program would fail (torch 2.13)
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     apart = lengths is not None
     rows = _blocks_of(F.pad(query, (0, 0, 0, band.blocks * band.queries - band.q_len)), band.queries, band.queries, apart)

@@ -20,8 +20,7 @@ def on_a_cpu(
     scale: float | None,
     lengths: Tensor | None,
 ) -> Tensor | None:
-    """The result of torch's function if `auto` would choose it and its meaning is ours; None for a call that needs a closer
-    look."""
+    """The result of torch's function if `auto` would choose it and its result is ours too; None for a call that must be described."""
     try:
         # torch accepts values of another length than the keys, and a mask together with is_causal; we do not
         plain = query.is_cpu and dropout_p == 0 and scale is None and key.shape == value.shape

@@ -28,7 +28,7 @@ _HIDDEN = float("-inf")
 # scores that a thread holds at once (1 MiB of float32): the fastest of 2**16 to 2**20 at 512 and 2,048 keys
 _BLOCK = 2**18
 
-# queries of a block under is_causal: few enough that most keys that the block may not see are skipped
+# queries of a block under is_causal: few enough to skip most of the keys that the block cannot see
 _CAUSAL_QUERIES = 128
 
 _library = fragment()

@@ -74,7 +74,7 @@ def rule(problem: Problem, name: str) -> Rule | None:
     found = nearest(problem, name)
     if found is None:
         return None
-    # a backend is asked only once those before it were not taken
+    # a backend is asked only after those before it were not taken
     rivals = [other for other in found.order if TIMED.index(other) >= TIMED.index(name)]
     times = dict(found.times)
     other = "sdpa" if rivals[0] == name else rivals[0]
@@ -121,7 +121,7 @@ def _nearest(name: str, class_: tuple, place_: tuple, way: str, by_cuda: bool) -
     if not near:
         return None
     *_, problems, line = min(near)
-    # one that did not time the backend says nothing of it, and no farther one does
+    # the nearest one did not time the backend, and a farther one does not count
     return tuple(line) if problems <= FARTHEST_PROBLEMS and name in line.order else None
 
 
@@ -263,7 +263,7 @@ def _tile(extent: int) -> int:
 
 
 def _quarter(extent: int) -> int:
-    """The nearest quarter of an octave, found by comparisons alone, as for `_tile`."""
+    """The nearest quarter of an octave, found only by comparisons, as for `_tile`."""
     low, high = 0, len(_QUARTERS)
     while low < high:
         middle = (low + high) // 2

@@ -18,7 +18,7 @@ _REFUSED: set[tuple] = set()
 
 
 class OpReplay(NamedTuple):
-    """How C++ looks up the calls of an op, and what it is told of one.
+    """How C++ looks up the calls of an op, and how a call is described to it.
 
     call: the arguments of the op -> the call as C++ takes it, or None if C++ never replays such a call. layouts: of the results of a call, from which
     C++ allocates those of another.
@@ -39,7 +39,7 @@ def replayed(call: tuple | None) -> tuple[Tensor, ...] | None:
 
 
 def may_record(call: tuple, query: Tensor) -> bool:
-    """Whether the launches of a call that Python makes are to be recorded: not while a graph is captured, nor what was refused."""
+    """Whether to record the launches of a call that Python makes: not during a capture, and not if C++ refused such a call."""
     if not query.is_cuda or torch.cuda.is_current_stream_capturing():
         return False
     if native.calls is None:
@@ -60,7 +60,7 @@ def recorded(
     if planned is not None:
         native.calls.remember_op(call, layouts(results), planned, () if chosen.limits is None else chosen.limits(args))
     elif chosen.limits is None:  # else a smaller batch of the kind may be replayed
-        if len(_REFUSED) >= 4096:  # only a stream of ever new shapes gets here
+        if len(_REFUSED) >= 4096:  # only an endless stream of new shapes gets here
             _REFUSED.clear()
         _REFUSED.add(native.calls.key(call))
     return results

@@ -71,7 +71,7 @@ class Ops:
 
     def _define(self, pairs: Callable[[Any], int], out: str) -> None:
         self._library, fields, unpack = fragment(), self.fields, self.rows.unpack
-        # behind what belongs to the op, so that programs exported without them still run
+        # after the op's own arguments, so that programs exported without them still run
         last = ", ".join(["str backend", *fields.defaults()])
         before, after = f"Tensor dout, Tensor? dlse, {out}, Tensor lse", f"bool bias_grad, {last}"
         define = self._library.define
@@ -99,7 +99,7 @@ class Ops:
     # --- the calls of the public function
 
     def run(self, prepared: Prepared, args: Any, qkv: Tensor | None, recorder: Recorder | None) -> tuple[Tensor, Tensor | None]:
-        """(out, lse) of a prepared call, whose query, key and value may be views of `qkv`. recorder: is told of the launches."""
+        """(out, lse) of a prepared call, whose query, key and value may be views of `qkv`. recorder: gets the launches."""
         if recorder is not None:
             with recorder:
                 return self.run(prepared, args, qkv, None)

@@ -103,7 +103,7 @@ def mask_of_keys(key_mask: Tensor) -> Tensor:
 
 
 def problem_of(args: AttentionArgs, return_lse: bool = False) -> Problem:
-    """The description of a call that kernels are given, for what is worked out once a signature."""
+    """The description of a call from the record of its kernels, for work that is done once for each signature."""
     query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, *_ = args
     added = mask if bias is None else bias
     return Problem(

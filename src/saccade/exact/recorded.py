@@ -33,7 +33,7 @@ def begin_recording(prepared: Prepared, call: tuple, by_lists: bool = False) -> 
 
 
 def numbers_of(ops: Ops, args: Any) -> dict[str, Any]:
-    """The fields of a record that are no tensors, by name."""
+    """The fields of a record that are not tensors, by name."""
     return dict(zip(ops.fields.names[ops.tensors : ops.fields.whole], args[ops.tensors :], strict=False))
 
 
@@ -67,7 +67,7 @@ class Backward(NamedTuple):
         args = self.ops.record(**fields, **(self.numbers | {name: found[name] for name in self.varying}))
         backward, bias_grad = self.ops.launchers(self.prepared.op_name).backward, self.prepared.problem.bias_grad
         with torch.no_grad(), Recorder() as recorder:
-            # it was copied, or a graph is captured, which has launches of its own
+            # the gradient was copied, or a graph is being captured, which has launches of its own
             recorder.refused = found["dout"].data_ptr() != dout.data_ptr() or (
                 dout.is_cuda and torch.cuda.is_current_stream_capturing()
             )

@@ -20,7 +20,7 @@ from saccade.native.recording import Recorder
 
 
 def begin(prepared: Prepared, call: tuple) -> Recorder | None:
-    """A recorder for a call that C++ shall replay: once for each kind of calls that C++ tells apart."""
+    """A recorder for a call that C++ is to replay: once for each kind of calls that C++ distinguishes."""
     return None if prepared.refused or not call[0].is_cuda or prepare.traced() else begin_recording(prepared, call)
 
 
@@ -36,7 +36,7 @@ def record(
     """Describe a call that Python has made to C++.
 
     call: all arguments of the public function, in their order. inputs: the tensors among them, query, key and value or one packed
-        tensor, then the mask or bias if there is one, then the lengths, then the mask of keys beside a bias.
+        tensor, then the mask or bias if there is one, then the lengths, then the mask of keys given with a bias.
     """
     problem, chosen, told = prepared.problem, prepared.backend, False
     prepared.recorded.remember(native.calls.key(call), True)
@@ -67,7 +67,7 @@ def _record_ours(
     problem, chosen = prepared.problem, prepared.backend
     packed, seed = problem.packed, () if args.seed is None else (args.seed,)
     names, given = _names(args, packed), inputs
-    # what the kernel took in the place of what was given: lengths of another dtype as int32, of an expanded mask one row
+    # tensors that the kernel took in place of the given ones: lengths converted to int32, one row of an expanded mask
     replaced = ("lengths", "mask")
     inputs = tuple([getattr(args, name) if name in replaced else x for name, x in zip(names, given, strict=True)])
     lengths, mask = [names.index(name) if name in names else -1 for name in replaced]
@@ -89,7 +89,7 @@ def _record_ours(
 
 
 def _names(args: AttentionArgs, packed: bool) -> tuple[str, ...]:
-    """Names of the tensors among the arguments of the public function, in their order. A mask beside a bias is the one of keys, which is the last."""
+    """Names of the tensors among the arguments of the public function, in their order. A mask given with a bias is a mask of keys, which is the last."""
     rows = ("qkv",) if packed else ("query", "key", "value")
     beside = args.mask is not None and args.bias is not None
     added = [name for name in ("mask", "bias", "lengths") if getattr(args, name) is not None and not (beside and name == "mask")]

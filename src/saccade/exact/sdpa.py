@@ -1,6 +1,6 @@
-"""torch's `scaled_dot_product_attention`: takes what no kernel of ours takes, or takes faster.
+"""torch's `scaled_dot_product_attention`, for calls that no kernel of ours supports or runs faster.
 
-Under a mask its meaning is torch's. Two promises that torch does not make are added here, each at its least cost. With `lengths`, padded keys may
+Under a mask its meaning is torch's. Two guarantees that torch does not give are added here, each at the least cost. With `lengths`, padded keys may
 hold garbage, NaN too. A query that sees no key gets output 0 and zero gradient, as torch's CPU kernels give by themselves. On CUDA, layouts that
 torch's fused kernels refuse, or read at misaligned addresses (seen with torch 2.11), are copied first.
 """
@@ -31,7 +31,7 @@ from saccade.exact.sdpa_window import attend_with_window, why_not_with_window
 
 _LARGEST = 1e15  # keys and values below it, times queries of any use, stay finite scores in float32
 _ROW_WORK = 2**19  # of heads, keys, head dim and queries: a row of about 50 us on one core, four times what its own call costs
-_ROW = 2**16  # numbers of a batch row from which the padding of each row is looked at, not the whole tensor at once
+_ROW = 2**16  # numbers of a batch row from which each row's padding is checked separately, not the complete tensor
 _HALF = (torch.bfloat16, torch.float16)
 _CPU_LSE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MOST_ROWS = 2**16 - 1  # batch rows that some of torch's fused CUDA kernels count on a grid axis (torch 2.11)
@@ -121,7 +121,7 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
             bias = bias.masked_fill(~mask, float("-inf"))
     if mask is not None and bias is None and problem.device_type == "cuda":
         bias = mask_for_torch(mask, args.query.dtype)
-    # a branch: of symbolic sizes the comparison is no bool, and torch's function takes no other
+    # a branch: with symbolic sizes the comparison is not a bool, which torch's function needs
     grouped = True if problem.heads != problem.kv_heads else False  # noqa: SIM210
     call = _Call(args.query, key, value, mask if bias is None else bias, is_causal, grouped)
     if problem.return_lse:
@@ -155,7 +155,7 @@ def _run(call: _Call, args: AttentionArgs, problem: Problem) -> Tensor:
             enable_gqa=call.grouped,
         )
     if empty and call.added is not None and call.added.requires_grad:
-        # a sum of no element: torch's function leaves a bias without a gradient
+        # a sum of no elements gives zeros; torch's function would leave the bias without a gradient
         out = out + call.added[..., :0].sum().to(out.dtype)
     if on_gpu and out.requires_grad and not torch.compiler.is_compiling():
         # torch's backward reads a misaligned gradient without a check: "misaligned address"
@@ -166,8 +166,8 @@ def _run(call: _Call, args: AttentionArgs, problem: Problem) -> Tensor:
 def _like(strides: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     """A hook that gives a gradient the strides of the output.
 
-    torch 2.11 keeps the plans of cuDNN's backward without the strides of the incoming gradient in their key. A gradient in another layout than
-    that of the first call of a plan is then read at the wrong places: dq, dk and dv that have nothing to do with the right ones.
+    torch 2.11 keeps the plans of cuDNN's backward without the strides of the incoming gradient in their key. If the layout differs from that of the
+    plan's first call, the gradient is read at wrong addresses, and dq, dk and dv are garbage.
     """
 
     def laid_out(gradient: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def _like(strides: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
 
 
 def _trains_nothing_but(added: Tensor | None, tensors: tuple[Tensor, ...]) -> bool:
-    """Whether a gradient is wanted of the bias alone: torch 2.11 then keeps no log-sum-exp on a GPU, and fails in backward ("LSE is not
+    """Whether only the bias needs a gradient: torch 2.11 then keeps no log-sum-exp on a GPU, and fails in backward ("LSE is not
     correctly aligned")."""
     return added is not None and added.requires_grad and not any(x.requires_grad for x in tensors)
 
@@ -240,22 +240,22 @@ def _within_lengths(
     if real is not None:
         longest = max(real)
         if longest < key.shape[2]:
-            # all that is padding in every row is cut off: a view
+            # keys that are padding in every row are cut off: a view
             key, value = key[:, :, :longest], value[:, :, :longest]
             mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :longest]
         if min(real) == longest:
             return key, value, mask, args.is_causal
         must_clear = not (_harmless(key, real) and _harmless(value, real))
     else:
-        # On a GPU the ragged kernels take lengths alone, without a copy; what reaches this has a mask, a bias, float32 or D > 128.
+        # On a GPU the ragged kernels take calls with only lengths, without a copy. Calls that get here have a mask, a bias, float32 or D > 128.
         # Both are copied, read and written once: 4 * B * Hkv * Tk * D numbers, as many as attention itself moves at Tq = Tk and H = Hkv.
-        # Nothing exact costs less. torch's fused kernels with a mask add -inf to the score: NaN + -inf is NaN for K, as is 0 * NaN for V.
-        # A look at the values first would read half as much, but wait for the device; without the wait, the copy would be launched all the
-        # same. The caller's tensors are not ours to clear in place.
+        # No exact method costs less. torch's fused kernels with a mask add -inf to the score: NaN + -inf is NaN for K, as is 0 * NaN for V.
+        # Checking the values first would read half as much, but wait for the device. Without the wait, the copy would be launched in any case. The
+        # caller's tensors must not be changed in place.
         must_clear = True
     valid = torch.arange(key.shape[2], device=key.device) < lengths.unsqueeze(1)  # [B, Tk]
     if must_clear:
-        # a weight of 0 times a NaN is NaN, so such padding has to be cleared and not only masked
+        # a weight of 0 times a NaN is NaN, so such padding must be cleared, not only masked
         key, value = (x.where(valid[:, None, :, None], 0.0) for x in (key, value))
     mask = valid[:, None, None, :] if mask is None else mask & valid[:, None, None, :]
     if not args.is_causal:
@@ -269,12 +269,12 @@ def _harmless(tensor: Tensor, real: list[int]) -> bool:
     tensor, time = tensor.detach(), tensor.shape[2]
     if tensor.numel() == 0:
         return True
-    # a look at all costs one launch, at the padding alone one for each row: less where rows are large
+    # checking the complete tensor takes one operation; checking only the padding takes one for each row, which is faster if rows are large
     whole = tensor.numel() < len(real) * _ROW
     parts = [tensor] if whole else [row[:, length:] for row, length in zip(tensor, real, strict=True) if length < time]
     for part in parts:
         low, high = torch.aminmax(part)
-        if not (low.item() > -_LARGEST and high.item() < _LARGEST):  # NaN is neither
+        if not (low.item() > -_LARGEST and high.item() < _LARGEST):  # false for NaN
             return False
     return True
 
@@ -291,7 +291,7 @@ def _without_repeating(call: _Call, problem: Problem) -> _Call:
     on_gpu = problem.device_type == "cuda"
     if problem.rank == 4 and not call.is_causal and shared and (same_for_queries if on_gpu else single):
         # The queries of a group become the queries of one head: exact, and twice as fast for one token on a CPU. On a GPU torch takes plain
-        # grouped heads as they are. That is three times as fast for one query: 0.022 for 0.073 ms (1,024 x 8 heads, 50 keys, H200).
+        # grouped heads unchanged. That is three times as fast for one query: 0.022 for 0.073 ms (1,024 x 8 heads, 50 keys, H200).
         folded = query.reshape(query.shape[0], problem.kv_heads, group * query.shape[2], query.shape[3])
         return call._replace(query=folded, grouped=False)
     if on_gpu and added is not None:

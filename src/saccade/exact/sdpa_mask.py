@@ -11,7 +11,7 @@ from saccade.engine.tracing import eager
 
 
 def bias_for_torch(bias: Tensor, dtype: torch.dtype, device_type: str) -> Tensor:
-    """A bias beside a query of this dtype, for torch's function. CPU kernels add float32 to scores of 16 bits; fused CUDA kernels take the query's dtype alone.
+    """A bias beside a query of this dtype, for torch's function. CPU kernels add float32 to scores of 16 bits; fused CUDA kernels take only the query's dtype.
 
     A finite number stays finite: finfo.min of float32 would hide a key as -inf of 16 bits.
     """
@@ -30,9 +30,9 @@ def mask_for_torch(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
     With the least finite number, a fully masked row becomes the mean of the values. Gradients of some shapes are then NaN (64 x 64 in 16
     bits, torch 2.11). A row of -inf is 0 in all of torch's CUDA kernels, with zero gradients (measured for cuDNN, EFFICIENT and MATH, three
-    dtypes, four shapes). The conversion costs what torch's own does, and the result needs no mending.
+    dtypes, four shapes). The conversion costs as much as torch's own, and the result needs no correction.
     """
-    # what is remembered must not be a fake tensor, nor memory of a graph
+    # remembered tensors must be neither fake nor in the memory of a graph
     if not eager(mask) or torch.cuda.is_current_stream_capturing():
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
     return torch.where(mask, *_seen_and_hidden(dtype, mask.device))
@@ -40,5 +40,5 @@ def mask_for_torch(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """0 and -inf as tensors of no dimension. On the device: from the host they would be copied at each call, which waits."""
+    """0 and -inf as tensors of no dimension. They are on the device: copying them from the host at each call would wait."""
     return torch.tensor(0.0, dtype=dtype, device=device), torch.tensor(float("-inf"), dtype=dtype, device=device)

@@ -8,7 +8,7 @@ __all__ = ["doge", "pooled", "tabpfn", "timm", "transformers", "triangle"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    # its class has a base of transformers, which is imported for those who ask alone
+    # its class has a base of transformers, which is imported only on request
     if name == "doge_cache":
         from saccade.integrations.doge_cache import DogeCache  # noqa: F401  which puts its module here
 

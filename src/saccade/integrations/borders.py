@@ -1,4 +1,4 @@
-"""Borders of packed sequences that come beside a mask, a bias, or nothing but position ids.
+"""Borders of packed sequences that come with a mask, with a bias, or only as position ids.
 
 `attention_varlen` takes the ends of sequences and no mask. A layer may pass ends together with a mask, such as that of a sliding window. The
 two are then combined, because a mask of transformers need not know of the packing.
@@ -46,9 +46,9 @@ def bordered(mask: Tensor | None, query: Tensor, key: Tensor, ends_q: Tensor, en
 
 
 def by_positions(module: torch.nn.Module, positions: object, query: Tensor, key: Tensor) -> PackedMask | None:
-    """The borders that position ids tell a causal layer by restarting; None if they do not restart.
+    """The borders that restarting position ids give to a causal layer; None if they do not restart.
 
-    The host reads the positions, once for a batch. It cannot while a graph is traced or captured: there `cu_seq_lens_q` tells the borders.
+    The host reads the positions once for a batch. It cannot during tracing or a capture; `cu_seq_lens_q` gives the borders there.
     """
     if (
         not isinstance(positions, Tensor)
@@ -67,7 +67,7 @@ def by_positions(module: torch.nn.Module, positions: object, query: Tensor, key:
     version = None if positions.is_inference() else positions._version
     layer = getattr(module, "layer_idx", None) or 0
     known = _FOUND.get(positions)
-    # a tensor of inference mode counts no changes, so the layer that first read it, the first with attention, reads it again
+    # a tensor of inference mode has no version, so the layer that read it first reads it again in each batch
     if known is not None and known[0] == (version, query.shape[0]) and (version is not None or layer > known[1]):
         return known[2]
     found = _restarts(positions, query.shape[0])

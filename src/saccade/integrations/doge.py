@@ -41,7 +41,7 @@ from saccade.integrations.registration import Registration
 from saccade.integrations.transformers import check_name, refuse_unsupported, warn_weights
 
 _REGISTERED: set[str] = set()
-# what was replaced in the class of layers, shared by all copies of this package in the process
+# the replaced methods of the layer class, shared by all copies of this package in the process
 _REPLACED = "_saccade_replaced_forward"
 # document numbers: padding before, tokens, padding after
 _BEFORE, _FIRST, _AFTER = 0, 1, torch.iinfo(torch.int32).max
@@ -140,7 +140,7 @@ def attention_forward(
 def _with_borders(
     call: DogeCall, module: torch.nn.Module, query: Tensor, key: Tensor, ends: Tensor | None, positions: Tensor | None
 ) -> DogeCall:
-    """The call with the documents that ends or restarting positions tell."""
+    """The call with the documents that ends or restarting positions give."""
     if ends is not None and ends.numel() > 2:
         if call.documents is not None or call.bounded is not None or query.shape[2] != key.shape[2] or query.shape[0] != 1:
             raise UnsupportedProblem(
@@ -337,7 +337,7 @@ def _forward(
 
 
 def _put_forward_back(layer_class: Any, name: str) -> None:
-    """Take a name back, and with the last one the forward, unless somebody has replaced ours since."""
+    """Unregister a name, and with the last one restore the forward, unless other code has replaced ours since."""
     names, before, after = getattr(layer_class, _REPLACED)
     names.discard(name)
     if names or layer_class.forward is not after:

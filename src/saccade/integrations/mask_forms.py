@@ -18,7 +18,7 @@ def key_padding(mask: Tensor | None) -> Tensor | None:
 def visible_keys(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """The keys that each batch row sees, bool `[B, Tk]`, if a boolean mask says no more than that; else None.
 
-    Beside a bias that batch rows share they need no tensor that has the bias of every row."""
+    With a bias that batch rows share they need no tensor that has the bias of every row."""
     rows = key_padding(mask)
     if rows is None or rows.dtype != torch.bool or tuple(rows.shape[1:]) != (1, 1, key.shape[2]):
         return None

@@ -1,4 +1,4 @@
-"""Tells the mask functions of transformers apart: each is a function over other functions and numbers, which are looked up in its closure."""
+"""Recognises the mask functions of transformers: each is a closure over other functions and numbers, which are compared."""
 
 from __future__ import annotations
 

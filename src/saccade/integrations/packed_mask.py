@@ -1,7 +1,7 @@
 """The causal mask of a batch whose position ids restart, as the ends of its sequences.
 
-transformers finds such sequences once for a batch and describes their mask by a function. Formed, it has a byte for each pair of
-tokens, and every layer would read it; `attention_varlen` needs no more than the ends, and the window of a layer that has one.
+transformers finds such sequences once for a batch and describes their mask by a function. The full mask has a byte for each pair of tokens, and every
+layer would read it. `attention_varlen` needs only the ends, and the window of a layer that has one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from saccade.integrations.unformed import UnformedMask
 
 
 class PackedMask(UnformedMask):
-    """A bool mask `[B, 1, T, T]` that is not formed before somebody computes with it.
+    """A bool mask `[B, 1, T, T]` that is not formed until code computes with it.
 
     Args:
         numbers: int64 `[B, T]`, the number of each token's sequence within its row, ascending.
@@ -59,7 +59,7 @@ def packed_mask(mask_function: Any, attention_mask: Tensor | None, q_length: int
     if attention_mask is not None or q_length != kv_length or traced():
         return None
     numbers, window = _sequence_numbers(mask_function)
-    # the ends wait for the device, once for a batch, which neither a graph nor a fake tensor can
+    # reading the ends waits for the device once for a batch, which is impossible in a graph or with fake tensors
     if type(numbers) is not Tensor or numbers.shape[1] != q_length or compiled_or_captured(numbers):
         return None
     return PackedMask(numbers, window)

@@ -9,7 +9,7 @@ PACKED_QKV = "_saccade_qkv"  # the attribute of a query that is a view of `[T, 3
 
 
 def packed_qkv(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    """`[T, 3, H, D]`, whose views query, key and value are, if that was noted. Its gradient is made as one tensor, not put together from three."""
+    """`[T, 3, H, D]`, of which query, key and value are views, if that was recorded. Its gradient is written as one tensor, not assembled from three."""
     if torch.compiler.is_compiling():
         return None
     qkv: Tensor | None = getattr(query, PACKED_QKV, None)

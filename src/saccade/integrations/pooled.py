@@ -1,4 +1,4 @@
-"""`cls_only`: the last layer of an existing encoder of transformers computes the pooled token alone."""
+"""`cls_only`: the last layer of an existing encoder of transformers computes only the pooled token."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ClsOnly:
         self._cost: dict[str, tuple[int, int, int]] = {}
         self._name = type(model).__name__
         found = [_inspect(name, encoder) for name, encoder in _encoders(model)]
-        for name, encoder, layer, family in found:  # nothing is changed before everything was checked
+        for name, encoder, layer, family in found:  # nothing is changed until everything has been checked
             self._cost[name] = _sizes(layer, family)
             self._swap(layer, family.forward)
             self._hooks.append(encoder.register_forward_pre_hook(_refuse_other_outputs, with_kwargs=True))
@@ -99,7 +99,7 @@ class ClsOnly:
 
     @property
     def active(self) -> bool:
-        """Whether the model still computes the pooled token alone."""
+        """Whether the model still computes only the pooled token."""
         return self._active
 
     @property
@@ -108,7 +108,7 @@ class ClsOnly:
         return tuple(self._cost)
 
     def saved(self, tokens: int) -> dict[str, float]:
-        """The share of the multiplications of each of these layers that is not done any more, with `tokens` tokens in a sequence:
+        """The share of the multiplications that each of these layers saves, with `tokens` tokens in a sequence:
         between 0 and 1, by the layer's name. Norms, activations and the softmax are not counted."""
         if tokens < 1:
             raise UnsupportedProblem(f"tokens is {tokens}; a sequence has at least one")
@@ -120,10 +120,10 @@ class ClsOnly:
         return shares
 
     def restore(self) -> None:
-        """Let the model compute all tokens again. Once that is done, nothing happens.
+        """Make the model compute all tokens again. Later calls do nothing.
 
         Raises:
-            SaccadeError: somebody else has changed the class of a layer meanwhile; nothing is restored then.
+            SaccadeError: other code has changed the class of a layer meanwhile; nothing is restored then.
         """
         if not self._active:
             return
@@ -153,7 +153,7 @@ class ClsOnly:
 
 
 def cls_only(model: nn.Module) -> ClsOnly:
-    """Let the last layer of an encoder of transformers compute only the pooled token, as nothing else is read behind it.
+    """Make the last layer of an encoder of transformers compute only the pooled token, because nothing else of it is read.
 
         with cls_only(model):
             embedding = model(input_ids, attention_mask=mask).pooler_output
@@ -164,14 +164,14 @@ def cls_only(model: nn.Module) -> ClsOnly:
     of one token, `[B, 1, C]`. The pooled output (`pooler_output`, `last_hidden_state[:, 0]`, logits, `image_embeds`, `text_embeds`) and
     all its gradients are those of the whole layer up to rounding. `handle.saved(tokens)` says what share of the layer is saved; so does
     the printed handle. Attention is the model's own function ("eager", "sdpa"), or `saccade.attention` with one query under
-    `attn_implementation="saccade"`. Dropout has the same distribution, but not the same draws, as fewer numbers are drawn.
+    `attn_implementation="saccade"`. Dropout has the same distribution, but other draws, because fewer numbers are drawn.
 
     Supported are BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, ERNIE and Data2VecText, ViT and DeiT, and both towers of CLIP. So are
     their models for classification by the pooled token. In the text tower of CLIP the pooled token is the end token of each text.
 
     **`last_hidden_state` has one token**, the pooled one, `[B, 1, C]`. `last_hidden_state[:, 0]` is right for every model (in CLIP's
-    text tower it is the end token), and another index is an error. Do not use this with your own mean pooling behind a bare encoder,
-    which needs all tokens: broadcasting would give the mean of that one token without any error.
+    text tower it is the end token), and another index is an error. Do not use this with your own mean pooling after a bare encoder, which needs all
+    tokens: broadcasting would silently give the mean of that one token.
 
     Weights, their names, gradient checkpointing and `torch.compile` stay as they are. A deep copy computes as its original does;
     to pickle a whole model, restore it first.
@@ -187,10 +187,10 @@ def cls_only(model: nn.Module) -> ClsOnly:
         UnsupportedProblem: the model reads other tokens (token classification, masked language models, question answering, heads
             over a mean), is a decoder, or is not known; from a call: `output_hidden_states`, `output_attentions`, a cache, packed
             sequences, or an attention function other than those above.
-        SaccadeError: it computes the pooled token alone already.
+        SaccadeError: the model already computes only the pooled token.
 
     Source:
-        "Fast Attention For Short Sequences" (paper 002), which remarks that the last layer needs the CLS query alone.
+        "Fast Attention For Short Sequences" (paper 002), which remarks that the last layer needs only the CLS query.
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"model is {shown(model)}; it must be a torch.nn.Module")
@@ -212,7 +212,7 @@ def _encoders(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _inspect(path: str, encoder: Any) -> tuple[str, Any, nn.Module, _Family]:
-    """An encoder's last layer with its name and family, once it is sure that it is one."""
+    """An encoder's last layer with its name and family; raises unless it is a supported one."""
     where, family = _ENCODERS[type(encoder).__name__]
     name = type(encoder).__name__
     if getattr(encoder.config, "is_decoder", False):
@@ -264,7 +264,7 @@ def _tell_end_token(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     eos_token_id = 2, which predate a correction in transformers, the first of the highest ids."""
     ids = args[0] if args else kwargs.get("input_ids")
     if ids is None:
-        return args, kwargs  # the model has an error for that
+        return args, kwargs  # the model itself raises an error for that
     ids = ids.reshape(-1, ids.shape[-1])
     end = encoder.eos_token_id
     chosen = ids.to(torch.int) if end == 2 else (ids == end).to(torch.int)
@@ -272,7 +272,7 @@ def _tell_end_token(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _one_token(encoder: Any, args: tuple[Any, ...], output: Any) -> Any:
-    """Leave the one token in `last_hidden_state` that CLIP's text tower has picked out of its expanded copies."""
+    """Reduce `last_hidden_state` to the one token that CLIP's text tower has picked from its expanded copies."""
     if isinstance(output, tuple):
         return (output[1].unsqueeze(1), *output[1:])
     pooled: Tensor = output.pooler_output

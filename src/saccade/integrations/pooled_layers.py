@@ -1,4 +1,4 @@
-"""The last layer of an encoder of transformers for the pooled token alone: keys and values of every token, the rest of one.
+"""The last layer of an encoder of transformers, for only the pooled token: keys and values of every token, all else of one.
 
 A layer becomes one of these by a change of its class. A function on the instance would stay bound to the original layer when
 `nn.DataParallel` copies the model. The parts (projections, norms, dropout, the MLP) are the layer's own and are called as modules, so
@@ -40,8 +40,8 @@ def rows(x: Tensor, position: Tensor | None) -> Tensor:
 def mask_row(mask: Tensor | None, position: Tensor | None, keys: int, like: Tensor, additive: bool) -> Tensor | None:
     """The row of a mask `[B or 1, H or 1, T, T]` that belongs to the pooled token, `[B, H or 1, 1, T]`.
 
-    A tower that says a position is causal, and may leave its mask to the attention function; one query is no triangle any more, so
-    the row is made here: True, or with `additive` 0, up to the position.
+    A tower that gives a position is causal, and may leave its mask to the attention function. One query has no triangle, so the row is made here:
+    True, or 0 with `additive`, up to the position.
     """
     if mask is not None and mask.dim() != 4:
         raise UnsupportedProblem(
@@ -89,7 +89,7 @@ def attend(
     row = mask_row(mask, position, tokens.shape[1], query, additive=chosen == "eager")
     function: Callable[..., Any] = code.ALL_ATTENTION_FUNCTIONS.get_interface(chosen, code.eager_attention_forward)
     probability = dropout if attention.training else 0.0
-    options = {**kwargs, "is_causal": False}  # the row has said it
+    options = {**kwargs, "is_causal": False}  # the mask row already says it
     out, _ = function(attention, query, key, value, row, dropout=probability, scaling=scale, **options)
     return out.flatten(2)
 

@@ -72,7 +72,7 @@ def why_not(model_class: Any) -> str | None:
     """Why a model of this class cannot run attention functions; None if it can."""
     source = _source(model_class)
     if not _HAS_ATTENTION.search(source):
-        # a convolution, or a wrapper around other models, which are checked themselves
+        # a convolution, or a wrapper around other models, which are checked separately
         return None
     if not (model_class._supports_sdpa or model_class._supports_attention_backend):
         return "transformers declares no support for attention functions (its layers add masks as numbers, or do not say their direction)"

@@ -1,4 +1,4 @@
-"""A name of attention in transformers, and the way back."""
+"""A registered name of attention in transformers, and its removal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from saccade.integrations.refusal import allow_models_that_ignore, refuse_models
 
 
 class Registration:
-    """The handle that `register` returns. As a context manager it takes the name back at the end of the block.
+    """The handle that `register` returns. As a context manager it unregisters the name at the end of the block.
 
-    Registrations of one name are counted, as those of `saccade.replace_sdpa` are: the newest one that is left says what the name runs, and with
-    the last one the name goes.
+    Registrations of one name are counted, as those of `saccade.replace_sdpa` are: the newest one left decides what the name runs, and the last one
+    removes the name.
     """
 
     _lock: ClassVar = threading.RLock()
@@ -31,7 +31,7 @@ class Registration:
         undo: Callable[[str], None],
         exact: bool = False,
     ) -> None:
-        """registered: where the name is noted meanwhile. undo: called with the name once it is gone. exact: whether it computes what "sdpa" does."""
+        """registered: the dict that holds the name meanwhile. undo: called with the name once it is removed. exact: whether it computes what "sdpa" does."""
         self._name, self._forward, self._mask, self._registered, self._undo = name, forward, mask, registered, undo
         self._exact = exact
         with self._lock:
@@ -51,8 +51,8 @@ class Registration:
         return self._active
 
     def restore(self) -> None:
-        """Give this registration up; with the last one of a name transformers does not know it any more. Models that use the name keep it, and
-        transformers refuses to run them. Once that is done, nothing happens."""
+        """Give this registration up; with the last one transformers forgets the name. Models that use the name keep it, and transformers refuses to
+        run them. Later calls do nothing."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
         with self._lock:

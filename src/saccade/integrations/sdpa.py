@@ -1,4 +1,4 @@
-"""`replace_sdpa`: code that calls torch's `scaled_dot_product_attention` runs `saccade.attention`, without an edit."""
+"""`replace_sdpa`: unchanged code that calls torch's `scaled_dot_product_attention` runs `saccade.attention`."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The function in the place of torch's under `replace_sdpa`: `saccade.attention`, or torch's function if only that has a meaning; see
-    `replace_sdpa`."""
+    """The function that replaces torch's: `saccade.attention`, or torch's function for calls that only it supports; see `replace_sdpa`."""
     if is_causal_bias(attn_mask):
-        # the bias calls torch's function, which for it is the one now in torch.nn.functional
+        # the bias calls the function in torch.nn.functional, which is ours now
         given = (query, key, value, attn_mask, dropout_p, is_causal)
         options = {"scale": scale, "enable_gqa": enable_gqa}
         kind: Any = type(attn_mask)
         return kind.__torch_function__(F.scaled_dot_product_attention, (kind,), given, options)
     if not _is_for_torch(query, key, value, attn_mask):
-        # torch takes some arguments that we refuse (a mask beside is_causal, strided nested tensors); what it refuses too raises torch's error
+        # torch takes some arguments that we refuse (a mask together with is_causal, strided nested tensors); if it refuses them too, its error is raised
         with contextlib.suppress(InvalidArgument, UnsupportedProblem):
             return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -67,7 +66,7 @@ def _is_of_another_kind(tensor: Any) -> bool:
 
 
 def _every_kernel_of_torch_is_allowed() -> bool:
-    """Whether no choice among torch's kernels is active, such as `torch.nn.attention.sdpa_kernel`; torch's function has to follow it."""
+    """Whether no choice among torch's kernels is active, such as `torch.nn.attention.sdpa_kernel`; then torch's function must run."""
     flags = torch._C
     return (
         flags._get_flash_sdp_enabled()
@@ -78,7 +77,7 @@ def _every_kernel_of_torch_is_allowed() -> bool:
 
 
 class _Process:
-    """The replacement in this process: how many handles want it, and what stood there before the first. Guarded by `lock`."""
+    """The replacement in this process: how many handles want it, and the function before the first. Guarded by `lock`."""
 
     def __init__(self) -> None:
         self.lock, self.wanted = threading.Lock(), 0
@@ -109,11 +108,10 @@ class Replacement:
         return self._active
 
     def restore(self) -> None:
-        """Give this replacement up; the last one of the process puts back what stood there before the first. Once it has been
-        given up, nothing happens.
+        """Give this replacement up; the last one of the process restores the function before the first. Later calls do nothing.
 
         Raises:
-            SaccadeError: this is the last one, and somebody has put another function there meanwhile; what stood there before may be put back by
+            SaccadeError: this is the last one, and other code has put another function there meanwhile; what stood there before may be put back by
                 anybody.
         """
         with _process.lock:
@@ -138,7 +136,7 @@ class Replacement:
 
 
 def _prepare_torch() -> None:
-    """Tell torch what it could not find out while its function is replaced."""
+    """Prepare torch for what it cannot find while its function is replaced."""
     # Once in a process torch lists the functions that subclasses of Tensor may override, and torch.compile copies that list. If it were made while our
     # function is in torch.nn.functional, it would lack torch's own for ever.
     get_overridable_functions()
@@ -148,7 +146,7 @@ def _prepare_torch() -> None:
 
 def _refuse_foreign(consequence: str) -> None:
     current = F.scaled_dot_product_attention
-    # by name, as a reload makes another function of it
+    # by name, because a reload makes a new function
     ours = (
         getattr(current, "__module__", None) == __name__
         and getattr(current, "__qualname__", None) == "scaled_dot_product_attention"
@@ -162,7 +160,7 @@ def _refuse_foreign(consequence: str) -> None:
 
 
 def replace_sdpa() -> Replacement:
-    """Let every call of `torch.nn.functional.scaled_dot_product_attention` in this process run `saccade.attention`.
+    """Make every call of `torch.nn.functional.scaled_dot_product_attention` in this process run `saccade.attention`.
 
         with saccade.replace_sdpa():
             out = model(x)

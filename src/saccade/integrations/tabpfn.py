@@ -31,7 +31,7 @@ class SaccadeBackend:
     def is_preferred(self, spec: Any) -> bool:
         """Whether `auto` would run a kernel of ours for a call of this geometry; never on a CPU, nor while a graph is traced, where
         sizes may be symbols."""
-        # a choice is remembered, and must not be one of `saccade.disabled()`
+        # the choice is remembered, so it must not be made inside `saccade.disabled()`
         if spec.device.type != "cuda" or torch.compiler.is_compiling() or is_disabled():
             return False
         if None in (spec.batch_size, spec.seq_len_q, spec.seq_len_kv):
@@ -69,8 +69,8 @@ def _runs_a_kernel(query: tuple[int, ...], key: tuple[int, ...], dtype: torch.dt
 
 
 def register() -> None:
-    """Let TabPFN run `saccade.attention` if its kernels are the best choice: many small tables, whose rows and features are short
-    sequences. Safe to call again; `unregister()` undoes it. Other calls stay with TabPFN's own choice.
+    """Make TabPFN run `saccade.attention` where its kernels are the best choice: many small tables, whose rows and features are short sequences. Safe
+    to call again; `unregister()` undoes it. Other calls stay with TabPFN's own choice.
 
     Raises:
         SaccadeError: tabpfn is not installed, or has no registry of attention backends.

@@ -15,7 +15,7 @@ from saccade.integrations.timm_layers import BY_HAND, has_softmax, patched_class
 
 
 class Patch:
-    """The changes that `patch` has made to a model, and the way back. As a context manager it restores at the end of the block."""
+    """The changes that `patch` has made to a model, and their removal. As a context manager it restores at the end of the block."""
 
     def __init__(self, model: nn.Module, skip_unknown: bool) -> None:
         self._model = type(model).__name__
@@ -54,14 +54,14 @@ class Patch:
 
     @property
     def left(self) -> dict[str, str]:
-        """The layers that were left as they are, and their classes; empty but for `skip_unknown=True`."""
+        """The unchanged layers and their classes; empty except with `skip_unknown=True`."""
         return dict(self._left)
 
     def restore(self) -> None:
-        """Let the model compute as before. Once that is done, nothing happens.
+        """Make the model compute as before. Later calls do nothing.
 
         Raises:
-            SaccadeError: somebody else has changed the class of a layer meanwhile; nothing is restored then.
+            SaccadeError: other code has changed the class of a layer meanwhile; nothing is restored then.
         """
         if not self._active:
             return
@@ -91,7 +91,7 @@ class Patch:
 
 
 def patch(model: nn.Module, *, skip_unknown: bool = False) -> Patch:
-    """Let every attention layer of a timm model run `saccade.attention`.
+    """Make every attention layer of a timm model run `saccade.attention`.
 
         with saccade.integrations.timm.patch(model):
             logits = model(images)
@@ -151,7 +151,7 @@ def _survey(model: nn.Module) -> tuple[list[tuple[nn.Module, type]], dict[str, s
 
 
 def _forms_a_softmax(module: Any) -> bool:
-    """Whether a layer's own code, not that of its parts, has a softmax; what torch and its users write is treated alike."""
+    """Whether a layer's own code, not that of its parts, has a softmax, whoever wrote it."""
     if isinstance(module, nn.MultiheadAttention):
         return True
     if type(module).__module__.startswith("torch."):

@@ -98,14 +98,14 @@ def tnt(self: Any, x: Tensor) -> Tensor:
 
 
 def cross_vit(self: Any, x: Tensor) -> Tensor:
-    """CrossViT: the first token alone has a query."""
+    """CrossViT: only the first token has a query."""
     projected = (self.wq(x[:, :1]), self.wk(x), self.wv(x))
     query, key, value = (p.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in projected)
     return _attend(self, query, key, value, scale=self.scale)
 
 
 def volo_class(self: Any, x: Tensor) -> Tensor:
-    """VOLO's class attention: the first token alone has a query."""
+    """VOLO's class attention: only the first token has a query."""
     key, value = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     query = self.q(x[:, :1]).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
     return _attend(self, query, key, value, scale=self.scale)
@@ -119,7 +119,7 @@ def con_vit(self: Any, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ByHand:
-    """A layer of timm that forms its scores itself, or (Swin) repeats a bias: what computes it here, and what it must have."""
+    """A layer of timm that forms its scores itself, or (Swin) repeats a bias: the function that computes it here, and the attributes that it must have."""
 
     forward: Callable[..., Tensor]
     needs: frozenset[str]
@@ -146,7 +146,7 @@ BY_HAND = {
 
 @functools.cache
 def _torch_with_ours() -> dict[str, Any]:
-    """Modules in the places of those through which code reaches torch's function, with ours in its place."""
+    """Stand-ins for the modules through which code reaches torch's function, with ours in its place."""
     functional = _changed(F, {_NAME: scaled_dot_product_attention})
     changed_nn = _changed(nn, {"functional": functional})
     return {F.__name__: functional, nn.__name__: changed_nn, torch.__name__: _changed(torch, {"nn": changed_nn})}
@@ -154,7 +154,7 @@ def _torch_with_ours() -> dict[str, Any]:
 
 def _changed(module: types.ModuleType, changes: dict[str, Any]) -> types.ModuleType:
     made = types.ModuleType(module.__name__, module.__doc__)
-    # all else is looked up in the module itself, whatever is imported or patched there later
+    # everything else is looked up in the module itself, also names imported or patched later
     made.__dict__.update({"__getattr__": functools.partial(getattr, module), **changes})
     return made
 
@@ -216,7 +216,7 @@ def patched_class(base: type) -> type | None:
     own = {name: calling_ours(function) for name, function in vars(base).items() if isinstance(function, types.FunctionType)}
     methods = {name: function for name, function in own.items() if function is not None}
     if any(has_softmax(vars(base)[name]) for name in own.keys() - methods.keys() - {"__init__"}):
-        return None  # it overrides what a parent has by a computation of its own
+        return None  # it overrides a parent's method by a computation of its own
     # patched parents come behind `base` and before its parents, where its own `super()` finds them
     parents = [patched for parent in base.__bases__ if (patched := patched_class(parent)) is not None]
     return _subclass(base, methods, *parents) if methods or parents else None

@@ -157,7 +157,7 @@ def boolean_mask(
     build = functools.partial(sdpa_mask, kv_length=kv_length, mask_function=mask_function, config=config)
     plain = mask_function is bidirectional_mask_function and not use_vmap
     if plain and attention_mask is None and kwargs.get("allow_is_bidirectional_skip", True):
-        return None  # it would hide nothing; while a graph is captured or exported transformers makes it all the same
+        return None  # it would hide nothing; during a capture or export transformers still makes it
     if plain and attention_mask is not None:
         row = build(q_length=1, attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs)
         return None if row is None else row.expand(-1, -1, q_length, -1)
@@ -236,7 +236,7 @@ def attention_forward(
     window = window_for(mask, query, key, cu_seq_lens_q, cu_seq_lens_k) if takes_window else None
     attention_mask = formed(mask) if window is None else None
     packed = _is_packed(query, key, attention_mask, position_bias, cu_seq_lens_q)
-    # without a bound the whole row is one: every bucket of lengths is launched then
+    # without a given bound, the complete row is the bound, and every bucket of lengths is launched
     longest = query.shape[2] if max_length_q is None else max_length_q, key.shape[2] if max_length_k is None else max_length_k
     carried = sliding_window if window is None else None
     _check_carried_by_mask(attention_mask, int(longest[1]) if packed else key.shape[2], carried)
@@ -318,7 +318,7 @@ def _is_causal(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor
 
 
 def _is_whole(mask: Tensor | None) -> bool:
-    """Whether there is a mask that says of each query what it sees; one of key padding, `[B, Tk]`, does not."""
+    """Whether there is a mask of query and key pairs; a key padding mask, `[B, Tk]`, is none."""
     return mask is not None and mask.dim() != 2
 
 
@@ -341,7 +341,7 @@ def _arguments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
     """query, key, value, attn_mask and is_causal in the form that our functions take."""
     mask = key_padding(attention_mask)
-    if causal and (mask is not None or position_bias is not None):  # torch takes one of mask and is_causal
+    if causal and (mask is not None or position_bias is not None):  # torch accepts only one of mask and is_causal
         visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         mask, causal = visible if mask is None else mask & visible, False
     return query, key, value, mask if position_bias is None else with_bias(mask, position_bias), causal
@@ -353,7 +353,7 @@ def _tokens(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 def refuse_unsupported(arguments: dict[str, object]) -> None:
-    """Raise if a model requests something that changes the result and is not supported here."""
+    """Raise if a model passes an argument that changes the result and is not supported here."""
     for name, meaning in _UNSUPPORTED.items():
         if arguments.get(name) is not None:
             raise UnsupportedProblem(
@@ -368,7 +368,7 @@ def _check_carried_by_mask(mask: Tensor | None, longest: int, window: int | None
 
 
 def _is_packed(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, cu_seq_lens: Tensor | None) -> bool:
-    """Whether the only row of a batch holds several sequences, told apart by their ends alone."""
+    """Whether the only row of a batch holds several sequences that only their ends separate."""
     return cu_seq_lens is not None and mask is None and bias is None and query.shape[0] == key.shape[0] == 1
 
 

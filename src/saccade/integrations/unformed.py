@@ -1,4 +1,4 @@
-"""A mask that takes no memory until code computes with it: a few numbers say all that a layer needs to know."""
+"""A mask that takes no memory until code computes with it: a layer needs only a few numbers of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class UnformedMask(Tensor):
-    """A bool mask `[B, 1, T, T]` that is not formed before somebody computes with it; any operation of torch does that."""
+    """A bool mask `[B, 1, T, T]` that is not formed until code computes with it; any operation of torch forms it."""
 
     _formed: Tensor | None
 
@@ -25,7 +25,7 @@ class UnformedMask(Tensor):
         return made
 
     def holds_for(self, query: Tensor, key: Tensor) -> bool:
-        """Whether its numbers say all about a call: no code has computed with the mask, which may change it, and it has the shape of the call."""
+        """Whether its numbers describe a call completely: no code has computed with the mask, which may have changed it, and its shape fits the call."""
         lengths = (self.shape[0], self.shape[2])
         return self._formed is None and all((x.shape[0], x.shape[2]) == lengths for x in (query, key))
 
@@ -55,7 +55,7 @@ class UnformedMask(Tensor):
         return self.formed().tolist()
 
     def share_memory_(self) -> Self:
-        """Move what the mask consists of to shared memory; it has none of its own."""
+        """Move the numbers of the mask to shared memory; the mask has no memory of its own."""
         for part in vars(self).values():
             if isinstance(part, Tensor):
                 part.share_memory_()
@@ -63,7 +63,7 @@ class UnformedMask(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         made = self._again(memo)
-        # what somebody computed with it may have changed it
+        # code that computed with it may have changed it
         made._formed = copy.deepcopy(self._formed, memo)
         memo[id(self)] = made
         return made

@@ -1,4 +1,4 @@
-"""The mask of a sliding window, as the window. transformers describes it by a function; formed, it has a byte for each pair of tokens."""
+"""The mask of a sliding window, held as the window. transformers describes it by a function; the full mask has a byte for each pair of tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def window_mask(
 
 
 def window_for(mask: Tensor | None, query: Tensor, key: Tensor, ends: Tensor | None, ends_k: Tensor | None) -> Window | None:
-    """The window that a call takes in the place of its mask; None if the mask has to be formed. ends: of the sequences packed into the only row,
+    """The window that replaces the mask of a call; None if the mask must be formed. ends: of the sequences packed into the only row,
     whose windows are those of the row, if queries and keys have the same."""
     if not isinstance(mask, WindowMask) or not mask.holds_for(query, key):
         return None
@@ -65,10 +65,10 @@ def window_for(mask: Tensor | None, query: Tensor, key: Tensor, ends: Tensor | N
 
 
 def window_of(mask_function: Any) -> Window | None:
-    """The window of a function of transformers; None if it is no window alone."""
+    """The window of a mask function of transformers; None if it is anything but a window."""
     from transformers import masking_utils
 
-    # a causal one begins behind the token that is `width` before the query, which counts as one of the width
+    # a causal window of `width` tokens includes the query itself, so it begins `width - 1` tokens before it
     width = _hole(masking_utils.sliding_window_causal_mask_function, mask_function)
     if width is not None:
         return (width - 1, 0)

@@ -9,7 +9,7 @@ _ABSENT = object()
 
 
 class LaunchCache(dict):
-    """Launches by signature. It is emptied when it holds `limit` of them, which only a stream of ever new shapes reaches."""
+    """Launches by signature. It is emptied at `limit` entries, which only an endless stream of new shapes reaches."""
 
     limit = 4096
 

@@ -74,7 +74,7 @@ def run(
 
 
 def check_pointers(call: CudaLaunch, tensors: Sequence[Tensor | None]) -> None:
-    """Refuse tensors in another order than that of the kernel's pointers: later launches pass addresses alone."""
+    """Refuse tensors in another order than that of the kernel's pointers: later launches pass only addresses."""
     names = call.parameters.pointers
     wrong = [name for name, x in zip(names, tensors, strict=False) if call.arguments.get(name, call) is not x]
     if wrong or len(names) != len(tensors):

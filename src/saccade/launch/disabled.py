@@ -15,7 +15,7 @@ _warned: set[str] = set()
 
 def disable(what: Hashable, instead: str, error: Exception) -> None:
     """Remember that `what` fails: a variant of a kernel, or a backend and a shape. Warn once for each failure; `instead` names the replacement."""
-    # only a stream of ever new shapes that do not compile fills it; the oldest would fail again, without a warning
+    # only an endless stream of shapes that do not compile fills it; a dropped entry would fail again, without a warning
     if len(_disabled) >= _MOST:
         _disabled.pop(list(_disabled)[0], None)  # noqa: RUF015 (an iterator would meet what other threads add)
     _disabled[what] = error
@@ -24,7 +24,7 @@ def disable(what: Hashable, instead: str, error: Exception) -> None:
         return
     _warned.add(summary)
     log = getattr(error, "log", "").strip()
-    # a compiler that is missing is no fault of a kernel
+    # a missing compiler is not a kernel's fault
     report = "" if isinstance(error, CompilerUnavailable) else " Please report this text with the output of `saccade info`."
     said = f" The compiler said: {log[:500]}" if log else ""
     warnings.warn(

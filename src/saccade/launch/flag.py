@@ -9,7 +9,7 @@ import torch
 from saccade.errors import SaccadeError
 
 _free: dict[int, list[Flag]] = {}
-# all flags, kept for ever: freed memory could be reused while a kernel may still store to it
+# all flags, never freed: a kernel may still store to freed memory after it was reused
 _made: list[Flag] = []
 
 
@@ -37,7 +37,7 @@ class Flag:
             raise SaccadeError(f"the driver refuses to record an event: {status.name}")
 
     def read(self) -> bool:
-        """Wait for that launch, say whether the flag was set, and give the flag back: to be called once."""
+        """Wait for that launch, return whether the flag was set, and give the flag back. Call it once."""
         self._event.synchronize()
         found = bool(self._number.value)
         self.give_back()

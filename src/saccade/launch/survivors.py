@@ -1,4 +1,4 @@
-"""The survivors of dropout among four adjacent weights, for Triton kernels: one Philox call draws their four words."""
+"""The weights that survive dropout, for Triton kernels: one Philox call draws the words of four adjacent keys."""
 
 import triton
 import triton.language as tl

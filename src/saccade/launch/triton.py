@@ -14,7 +14,7 @@ from saccade.hardware import arch_of
 from saccade.nvrtc import loading_allowed
 from saccade.recorder import ACTIVE
 
-# launches remembered; only a stream of ever new shapes reaches it
+# remembered launches; only an endless stream of new shapes reaches it
 _LIMIT = 4096
 _runners: dict[tuple, tuple[Any, Any, Any]] = {}
 
@@ -73,7 +73,8 @@ def launch_any(
     follows: tuple[int, int, int] | None = None,
     **options: Any,
 ) -> None:
-    """`launch` for numbers that change from call to call, as the tokens of a ragged batch do: `varying` comes between tensors and numbers.
+    """`launch` with numbers that change from call to call, such as the tokens of a ragged batch: `varying` comes between tensors and
+    numbers.
 
     The kernel names them in `do_not_specialize`, so that one binary serves all of their values below 2^31; the number of programs is free too.
     follows: for a recorder, how the programs follow from such numbers.
@@ -126,8 +127,8 @@ def first_launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, opti
     """Compile and run a kernel with Triton's own launcher; returns the compiled kernel.
 
     Raises:
-        CompileError: Triton cannot compile it, or the device cannot load the result. Each part of Triton's compiler has errors of
-            its own, so everything counts that is not an error of a running device.
+        CompileError: Triton cannot compile it, or the device cannot load the result. Each part of Triton's compiler has its own
+            errors, so every error counts except those of a running device.
     """
     try:
         with loading_allowed(_device_of(arguments)):
@@ -149,7 +150,7 @@ def _compiles() -> bool:
 
 
 def _is_of_device(error: Exception) -> bool:
-    """Whether the driver reports a fault, other than being unable to load a kernel."""
+    """Whether the driver reports a fault other than a kernel that it cannot load."""
     text = str(error)
     return text.startswith("Triton Error [CUDA]") and not any(
         word in text for word in ("image", "PTX", "invalid source", "unsupported")

@@ -1,7 +1,7 @@
 """Replays calls from C++, at a few microseconds of host time; knows no operation.
 
 `calls` holds these calls, and `module` the functions of the compiled module. Both are None without a C++ compiler or a GPU, with `SACCADE_NATIVE=0`,
-and until it is compiled. Python makes the calls that it does not know, with the same result, so that only time depends on it.
+and until the module is compiled. Python makes every call that C++ does not know, with the same result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["calls", "finish", "forget", "module", "start", "status"]
 
 calls: Any = None
 module: Any = None
-# whether this process is a child of a fork, with none of the threads of its parent
+# whether this process is a forked child, without its parent's threads
 forked = False
 _build: Build | None = None
 _starts = 0
@@ -37,7 +37,7 @@ def start(ready: Callable[[], None]) -> None:
 
 
 def finish(ready: Callable[[], None], seconds: float) -> bool:
-    """Compile as `start` does, and wait for it at most so long; whether there is a module."""
+    """Compile as `start` does, and wait at most `seconds`; returns whether there is a module."""
     global _build
     if calls is None:
         if _build is None:
@@ -54,7 +54,7 @@ def _use(loaded: Any, ready: Callable[[], None]) -> None:
 
 
 def _after_fork() -> None:
-    # the compiler is no child of this process, which could not learn whether it has ended
+    # a forked child cannot wait for its parent's compiler
     global _build, forked
     forked = True
     if _build is not None and _build.module is None:

@@ -47,7 +47,7 @@ class Build:
         return self.module
 
     def wait(self, seconds: float = 600) -> ModuleType | None:
-        """Wait for the compilation, at most so long, and return the module if there is one."""
+        """Wait at most `seconds` for the compilation, and return the module if there is one."""
         until = time.monotonic() + seconds
         while self.poll() is None and self._compilation is not None and time.monotonic() < until:
             time.sleep(0.01)
@@ -77,7 +77,7 @@ class Build:
             self._compilation.check()
             try:
                 self.module = kept.keep(made, target, _open)
-            except (OSError, ImportError):  # a full disk, or one from which nothing may be loaded
+            except (OSError, ImportError):  # a full disk, or one mounted without permission to execute
                 self.module = _open(str(made))
         except CompileError as error:
             self._refuse(f"{error.summary}: {error.log[:500]}")

@@ -24,8 +24,8 @@ SLOW_SECONDS, MOST_SECONDS = 30.0, 300.0
 
 
 def compiler() -> tuple[str, ...] | None:
-    """The words that begin a command: the compiler that CXX names, with the arguments there, or else the path of the first of c++, g++ and clang++
-    that there is; None without one."""
+    """The first words of a command: the compiler and arguments that CXX names, else the path of the first of c++, g++ and clang++ that exists;
+    None without one."""
     return _find(cxx(), os.pathsep.join(os.get_exec_path()))
 
 
@@ -37,7 +37,7 @@ def _find(asked: str | None, path: str) -> tuple[str, ...] | None:
         return (found,) if found else None
     words = [asked]
     if shutil.which(asked, path=path) is None:  # a path may hold spaces
-        with contextlib.suppress(ValueError):  # a quote that does not end
+        with contextlib.suppress(ValueError):  # an unterminated quote
             words = shlex.split(asked)
     found = shutil.which(words[0], path=path) if words else None
     return (found, *words[1:]) if found else None
@@ -53,16 +53,16 @@ def no_compiler() -> str:
     return ""
 
 
-# a compiled graph keeps the answer, as it cannot hold the search for a file; see `saccade.nvrtc.toolchain.obstacles`
+# a compiled graph keeps the answer, because the search for a file cannot be traced; see `saccade.nvrtc.toolchain.obstacles`
 no_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(1)
 def standard_library() -> tuple[str, ...]:
-    """The C++ library that this process runs, as a word for the linker; none if it cannot be told.
+    """The C++ library that this process uses, as a word for the linker; none if it is unknown.
 
-    A compiler without a shared one links a copy of its own, as does `g++ -static-libstdc++`. Streams of two copies in one process mix their locales, and
-    an error's message then ended in a segmentation fault.
+    A compiler without a shared library links its own copy, as does `g++ -static-libstdc++`. Two copies in one process mix the locales of their streams,
+    and printing an error then crashed.
     """
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -84,14 +84,14 @@ class Compilation:
             )
 
     def ended(self) -> bool:
-        """Whether it has ended; one that takes too long is ended."""
+        """Whether it has ended; a compilation that takes too long is killed."""
         if self._process.poll() is None and time.monotonic() - self._began > MOST_SECONDS:
             self._late = True
             self.stop()
         return self._process.poll() is not None
 
     def wait(self) -> None:
-        """Wait for its end, and say so after some seconds."""
+        """Wait until it ends, and log that after some seconds."""
         try:
             while not self.ended():
                 passed = time.monotonic() - self._began
@@ -110,7 +110,7 @@ class Compilation:
             self.stop()
 
     def stop(self) -> None:
-        """End it, with the processes that it started."""
+        """Kill it and the processes that it started."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

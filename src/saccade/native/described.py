@@ -10,11 +10,11 @@ MOST_ARGUMENTS, MOST_MAPS = 96, 8
 Place = tuple[int, int]
 FIXED = -1
 # Slots of numbers of a ragged call that change from batch to batch: tokens of q and of k, sequences, the longest of q and of k, and 16 times the
-# sequences. The last is how many halvings of the number of sequences leave none.
+# sequences. The last is the number of halvings that bring the number of sequences to 0.
 QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES, HALVINGS = range(-2, -9, -1)
 # at the end of the key of packed batches that go by lists of lengths
 BY_LISTS = 1
-# of an address whose tensor is not known yet
+# the slot of an address whose tensor is not known yet
 ADDRESS = 1 << 20
 
 
@@ -44,7 +44,7 @@ class Described(NamedTuple):
     """One launch. The kernel takes the moved tensors first, then an argument for each slot and value (see `Place`; the value of a number that
     changes is added to it).
 
-    per_sequence: of a ragged call, as many blocks times its sequences are enough; 0 if the grid says how many.
+    per_sequence: of a ragged call, this many blocks for each sequence are enough; 0 if the grid gives their number.
     tile: of a ragged call, the grid is of each `tile` tokens of q; 0 if it is of the whole call.
     """
 

@@ -1,4 +1,4 @@
-"""Compiled libraries on disk: loaded only while they are whole, and kept only once they could be loaded."""
+"""Compiled libraries on disk: loaded only if they are undamaged, and kept only after they have been loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TypeVar
 from saccade.folders import make_private, opened, read_file
 from saccade.native.sealed import is_sealed, seal
 
-# what a process left that was killed while it wrote
+# left by a process that was killed while it wrote
 _STALE_SECONDS = 3600
 
 Library = TypeVar("Library")
@@ -35,7 +35,7 @@ def load(target: Path, open_it: Open[Library]) -> Library | None:
         except FileNotFoundError:
             return None
         if is_sealed(target.name, kept):
-            # a library whose digest fits may have been made by a broken compiler, or for another C library
+            # a library whose digest matches may still come from a broken compiler, or need another C library
             with contextlib.suppress(OSError, ImportError):
                 return open_it(_path(folder, target.parent, target.name))
         os.unlink(target.name, dir_fd=folder)
@@ -51,7 +51,7 @@ def keep(made: Path, target: Path, open_it: Open[Library]) -> Library:
     library = made.read_bytes()
     with opened(target.parent) as folder:
         _sweep(target.parent)
-        # under another name first: other processes may keep the same library, and none may load half of one
+        # under another name first: other processes may write the same library, and none may load half of one
         name = f"tmp{secrets.token_hex(8)}.so"
         try:
             handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
@@ -88,7 +88,7 @@ class Workplace:
 def _made_in(folder: Path) -> Path:
     made = Path(tempfile.mkdtemp(prefix="tmpsaccade-", dir=folder))
     try:
-        make_private(made)  # a folder for temporary files that is not safe itself
+        make_private(made)  # the folder for temporary files is not safe itself
     except OSError:
         made.rmdir()
         raise
@@ -103,7 +103,7 @@ def _delete(folder: Path, process: int) -> None:
 def _path(folder: int, place: Path, name: str) -> str:
     """The path of a file by the descriptor of its folder, which leads to no other folder than the one that was checked."""
     by_descriptor = f"/proc/self/fd/{folder}"
-    # the loader knows a loaded library by its path: the descriptor of a file would be that of another one later
+    # the loader identifies a library by its path, and a file's descriptor number is reused later
     return f"{by_descriptor if os.path.isdir(by_descriptor) else place}/{name}"
 
 

@@ -64,7 +64,7 @@ def path_of(folder: Path) -> Path:
 
 def command(folder: Path, target: Path) -> list[str]:
     """The command that compiles the sources to `target`."""
-    # no -ffast-math, which would take a NaN for a number; without the other two, rounding and selection are not vectorised
+    # no -ffast-math, which assumes that there is no NaN; without the other two, rounding and selection are not vectorised
     options = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-w")
     processor = _PROCESSORS.get(torch.backends.cpu.get_cpu_capability(), ())
     return [*(compiler() or ("c++",)), *options, *processor, *map(str, sorted(folder.glob("*.cpp"))), "-o", str(target)]
@@ -94,7 +94,7 @@ def _loaded_from(made: Path, target: Path, folder: Path, keeps: bool) -> ctypes.
     if keeps:
         try:
             return kept.keep(made, target, ctypes.CDLL)
-        except OSError as error:  # a full disk, or one from which nothing may be loaded
+        except OSError as error:  # a full disk, or one mounted without permission to execute
             why = error
     try:
         found = ctypes.CDLL(str(made))
@@ -122,7 +122,7 @@ def _compile(folder: Path, target: Path) -> None:
 
 
 def _after_fork() -> None:
-    # a lock that another thread held at the fork would stay held in the child
+    # a lock that another thread holds at a fork would stay held in the child
     global _lock
     _lock = threading.Lock()
 

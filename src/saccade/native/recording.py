@@ -1,7 +1,8 @@
-"""Notes the launches of a call where they are made, so that C++ can replay them.
+"""Records the launches of a call where they are made, so that C++ can replay them.
 
-`Recorder` gets each launch from the code that makes it (`launch.triton`, `nvrtc.Bound`), and finds the tensor of each address. Launchers say what
-addresses and values cannot tell: `scratch` memory, numbers that are `varying`, tables that are `lasting`, and `refuse` for work that is no launch.
+`Recorder` gets each launch from the code that makes it (`launch.triton`, `nvrtc.Bound`), and finds the tensor of each address. Launchers declare
+what addresses and values cannot show: `scratch` memory, `varying` numbers and `lasting` tables. They `refuse` calls that do other work than
+launches.
 """
 
 from __future__ import annotations
@@ -64,8 +65,7 @@ def shares(shape: Sequence[int], groups: int, device: torch.device) -> Tensor:
 
 
 class Recorder:
-    """The launches that this thread makes until it is left, which are those of one call. Only the call itself holds it, and what it finds holds no
-    tensor.
+    """Records the launches of this thread, those of one call, until its context ends. Only the call itself holds the recorder, and its result holds no tensor.
 
     shares: see `Planned`.
     """
@@ -79,7 +79,7 @@ class Recorder:
         self._launches: list[tuple[Described, int]] = []
         self._scratch: list[Tensor] = []
         self._rules: list[Place] = []  # bytes of each piece: (of all calls, for each token of q)
-        # tensors of launches: if one ended before the call, another might have its address
+        # tensors of launches, kept alive: if one were freed during the call, another might get its address
         self._held: list[Sequence[Tensor]] = []
 
     def __enter__(self) -> Recorder:

@@ -1,10 +1,10 @@
-"""The digest behind a compiled library: one that is truncated, damaged or another's is not loaded."""
+"""The digest appended to a compiled library: a truncated, damaged or renamed library is not loaded."""
 
 from __future__ import annotations
 
 import hashlib
 
-# behind the library, where the loader does not look: this, and the digest of its name and all that lies before
+# appended to the library, where the loader does not look: this, and the digest of its name and contents
 MARK = b"\nsaccade library 1\n"
 
 

@@ -113,7 +113,7 @@ def one_of_two_quality(p_sigma: float) -> float:
 
 
 def top_k_speedup(density: float, head_dim: float = 64, tile: float = 128) -> float:
-    """The largest speed-up of top-K attention over dense, for `n >> d` and if finding the K keys cost nothing (Eq. 4)."""
+    """The largest speed-up of top-K attention over dense, for `n >> d` and with free selection of the K keys (Eq. 4)."""
     d, t = _positive(head_dim=head_dim, tile=tile)
     s = _density(density)
     return (4 * d + 3 * t) / (2 * d + t + (d + 2 * t + d * t) * s)

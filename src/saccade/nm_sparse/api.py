@@ -130,8 +130,7 @@ def nm_sparse_attention(
             hold anything, NaN included. The values are checked, which waits for the device once for each tensor.
         dense_first: the first keys of a row that are never pruned (sinks), a multiple of M.
         dense_recent: the keys up to and including the index of each query that are never pruned, a multiple of M. In a call that is not
-            causal this is a window on one side of the query. Do not use it if the queries are only the last tokens (decoding):
-            query 0 is taken for token 0.
+            causal this is a window on one side of the query. Do not use it if the queries are only the last tokens (decoding), because query 0 counts as token 0.
         return_lse: also return the natural log-sum-exp of the kept scores, float32 `[B, H, Tq]` (differentiable).
         backend: "auto", or the name of one backend, which either runs or raises.
 

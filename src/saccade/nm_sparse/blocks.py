@@ -11,8 +11,8 @@ import torch
 
 
 class Setting:
-    """`on` is what the newest block says that runs in any thread, and False without one. Blocks of threads overlap, so that none of them can put back
-    what it found."""
+    """`on` is the value of the newest open block in any thread, and False without one. Blocks of several threads overlap, so none can restore the
+    value that it found."""
 
     def __init__(self) -> None:
         self.on = False
@@ -21,8 +21,8 @@ class Setting:
 
     @contextlib.contextmanager
     def block(self, on: bool) -> Iterator[None]:
-        """A block that says `on`."""
-        mine = [on]  # a list, as it is told from others by what it is
+        """A block that sets `on`."""
+        mine = [on]  # a list, because entries are compared by identity
         with self._alone():
             self._running = [*self._running, mine]
             self.on = on
@@ -34,5 +34,5 @@ class Setting:
                 self.on = self._running[-1][0] if self._running else False
 
     def _alone(self) -> contextlib.AbstractContextManager[Any]:
-        # torch.compile traces no lock, and a graph changes nothing outside of it
+        # torch.compile cannot trace a lock, and a graph changes nothing outside itself
         return contextlib.nullcontext() if torch.compiler.is_compiling() else self._lock

@@ -1,4 +1,4 @@
-"""FLOP formulas of the ops of `nm_sparse_attention`: every score is computed, and all other products over the kept keys alone."""
+"""FLOP formulas of the ops of `nm_sparse_attention`: every score is computed; all other products cover only the kept keys."""
 
 from __future__ import annotations
 

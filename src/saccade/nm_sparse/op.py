@@ -28,7 +28,7 @@ from saccade.nm_sparse.flops import kept_pairs
 from saccade.nm_sparse.reference_launchers import REFERENCE_LAUNCHERS
 
 _FIELDS = Fields(NMSparseArgs)
-_DENSE_AT = _FIELDS.count - len(_FIELDS.defaults())  # the fields with defaults are at the end of an op, after its own arguments
+_DENSE_AT = _FIELDS.count - len(_FIELDS.defaults())  # the fields with defaults are the last arguments of an op, after its own
 GRADIENTS = "masked"  # the backend whose backward serves all
 
 _library = fragment()
@@ -83,7 +83,7 @@ def _backward(dout, dlse, out, lse, kept, *call):
 
 
 def _arguments(call: tuple) -> NMSparseArgs:
-    """The arguments of attention in those of an op, behind which two of its own lie, and the last of attention."""
+    """The arguments of attention among those of an op: all but the last, then two of the op's own, then the last."""
     return NMSparseArgs(*call[:_DENSE_AT], *call[_DENSE_AT + 2 :])
 
 

@@ -1,4 +1,4 @@
-"""Whether gradients of queries are added in an order."""
+"""Whether gradients of queries are added in a fixed order."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def unordered_gradients(enabled: bool = True) -> Iterator[None]:
 
 
 def adds_in_order() -> bool:
-    """Whether a backward pass has to add in order."""
+    """Whether a backward pass must add in a fixed order."""
     return not _unordered.on or torch.are_deterministic_algorithms_enabled()

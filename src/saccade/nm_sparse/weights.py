@@ -39,7 +39,7 @@ class NMWeights:
         shape: (B, H, Tq, Tk).
         pattern: "2:4" or "1:2".
         fill: the value of a number that is not kept, -inf in scores and 0 in weights.
-        is_causal: whether query i sees keys 0 to i alone.
+        is_causal: whether query i sees only keys 0 to i.
         backend: as in `scores`, of the products that follow.
     """
 
@@ -75,9 +75,9 @@ class NMWeights:
         return self._softmax(None)
 
     def softmax_(self) -> NMWeights:
-        """`softmax` into the memory of these scores, which are weights then, too."""
+        """`softmax` into the memory of these scores, which then hold weights too."""
         found = self._softmax(self.values)
-        object.__setattr__(self, "fill", found.fill)  # frozen for everybody else
+        object.__setattr__(self, "fill", found.fill)  # frozen for other code
         return found
 
     def matmul(self, value: Tensor, enable_gqa: bool = False) -> Tensor:
@@ -97,7 +97,7 @@ class NMWeights:
         This is a product and not attention: a kept weight of 0 times a NaN value is NaN, also for a key that was masked.
         """
         if autocast(value)[0] is not value:
-            value = value.to(self.dtype)  # as `scores` was cast, if it was
+            value = value.to(self.dtype)  # cast under autocast as in `scores`
         self._check_value(value, enable_gqa)
         if _chosen(self.backend, value, self.shape[3]) == "reference":
             with uncast(value):
@@ -222,7 +222,7 @@ def scores(
         enable_gqa: H may be a multiple of Hkv; otherwise they are equal.
         pattern: "2:4" or "1:2" for bfloat16 and float16, "1:2" for float32 (multiplied as TF32 by the kernels).
         block_mask: as in `nm_sparse_attention`, bool `[B, H, ceil(Tq / 64), ceil(Tk / 64)]`, B and H broadcast; the keys of a hidden tile
-            are masked. The kernel multiplies no hidden tile, but its -inf is stored like any score, and later stages read it.
+            are masked. The kernel multiplies no hidden tile, but stores its -inf like any score, and later stages read it.
         backend: "mma_sp" (CUDA C++, sm_80 and later, D up to 256), "reference" (plain torch, any device, holds the dense scores),
             "auto" the first of them that can. Query and key are copied if the head dim is not a multiple of 16 (8 for float32) or
             their rows do not begin at multiples of 16 bytes.

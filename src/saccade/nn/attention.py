@@ -188,6 +188,6 @@ def _first_row(mask: Tensor | None, tokens: int) -> Tensor | None:
 
 
 def _split_key_value(packed: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    # unbind and not two slices: its backward writes one packed gradient, where slices would add two zero-padded ones
+    # unbind, not two slices: its backward writes one packed gradient, and slices would add two zero-padded ones
     key, value = packed.unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     return key, value

@@ -95,7 +95,7 @@ class DynamicMaskAttention(Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps, **made)
 
     def reset_parameters(self) -> None:
-        """Let all keys score alike again; projections and norms are modules of their own, with a `reset_parameters` of their own."""
+        """Make all scores equal again; projections and norms are modules with their own `reset_parameters`."""
         nn.init.zeros_(self.A)
 
     def forward(
@@ -145,7 +145,7 @@ class DynamicMaskAttention(Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _by_head(self, x: Tensor) -> Tensor:
-        """`[B, S, heads, D]` of a projection, of as many heads as it has: fewer than the module's if heads are divided over GPUs."""
+        """`[B, S, heads, D]` of a projection, with as many heads as it has: fewer than the module's if heads are sharded over GPUs."""
         return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim))
 
     def scores(self, values: Tensor) -> Tensor:

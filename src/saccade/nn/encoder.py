@@ -121,7 +121,7 @@ class Encoder(Module):
     Raises:
         InvalidArgument: num_layers is no whole number, or below 1.
 
-    Source: "Fast Attention For Short Sequences" (paper 002), which remarks that the last layer needs the CLS query alone.
+    Source: "Fast Attention For Short Sequences" (paper 002), which remarks that the last layer needs only the CLS query.
     """
 
     def __init__(self, layer: EncoderLayer, num_layers: int, norm: nn.Module | None = None) -> None:

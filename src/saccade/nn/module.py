@@ -10,7 +10,7 @@ from saccade.errors import UnsupportedProblem
 
 
 class Module(nn.Module):
-    """A module that `torch.jit.script` refuses in a sentence: its compiler does not know the functions that these modules call."""
+    """A module that `torch.jit.script` refuses with a message: its compiler does not know the functions that these modules call."""
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise UnsupportedProblem(

@@ -18,7 +18,7 @@ from saccade.nm_sparse.problem import parse_pattern
 from saccade.nn.checks import check_backend, check_heads, check_made, check_size, check_tokens
 from saccade.nn.module import Module
 
-# it converges in about six; a number meant for another argument would take very long
+# it converges in about six; this bound catches a number meant for another argument, which would take very long
 _MOST_ITERATIONS = 1000
 
 
@@ -92,7 +92,7 @@ class NystromAttention(Module):
         qkv = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
         count = self.landmarks if x.shape[1] >= self.landmarks else max(x.shape[1], 1)
-        # which tokens, and which landmarks, a row has
+        # the tokens and the landmarks that a row has
         real = marked = used = None
         if lengths is not None:
             check_kinds(lengths=lengths)

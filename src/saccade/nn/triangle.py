@@ -97,8 +97,8 @@ class TriangleAttention(Module):
 
         Args:
             z: `[*, I, J, C]`, with any dims in front.
-            mask: `[*, I, J]`, True or not 0 where a pair is real; others are not attended to. A row without a real pair gives the bias of
-                `linear_o` alone, and is padding itself.
+            mask: `[*, I, J]`, True or not 0 where a pair is real; others are not attended to. A row without a real pair gives only the bias of
+                `linear_o`, and is padding itself.
 
         Returns:
             `[*, I, J, C]`: what a block adds to z.

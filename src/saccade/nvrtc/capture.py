@@ -1,5 +1,5 @@
 """The facts of CUDA graph capture that a launch needs. The driver refuses to load kernels during a capture unless the thread switches to the relaxed
-mode. Each capture has a number. torch's compiler looks for tensors that live on in the memory of its own graphs."""
+mode. Each capture has a number. torch's compiler refuses tensors that stay alive in its own graphs' memory."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def capture_id(device: torch.device) -> int:
 
 
 def in_compilers_graph(device: torch.device) -> bool:
-    """Whether `torch.compile(mode="reduce-overhead")` records a CUDA graph in this thread, or warms up for one. It raises if memory of its pool lives on
-    that is no output."""
+    """Whether `torch.compile(mode="reduce-overhead")` records a CUDA graph in this thread, or warms up for one. It raises if memory of its pool stays
+    alive without being an output."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None or device.type != "cuda":
         return False

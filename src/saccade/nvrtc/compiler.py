@@ -137,13 +137,12 @@ def forget() -> None:
     _memory.clear()
 
 
-# of about 100 kB; one that was dropped comes from the disk again, and a loaded kernel needs it no more
+# about 100 kB each; a dropped cubin is read from the disk again, and a loaded kernel no longer needs it
 _MOST_IN_MEMORY = 512
 _memory: dict[tuple[Source, str, Options], bytes] = {}
 _lock = threading.RLock()
 if hasattr(os, "register_at_fork"):
-    # a fork waits for a build in another thread: otherwise the child would inherit NVRTC in the middle of it, with its locks
-    # held for ever
+    # a fork waits for a build in another thread: otherwise the child would inherit NVRTC's locks, held for ever
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 

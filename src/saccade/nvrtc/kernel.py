@@ -76,7 +76,7 @@ class Kernel:
         self._shared = _UNASKED
         try:
             sizes = [parameter.size for parameter in native.arguments_info]
-        except NotImplementedError:  # a driver older than CUDA 12.4 cannot tell
+        except NotImplementedError:  # drivers older than CUDA 12.4 do not report it
             return
         check_sizes(name, parameters, sizes)
 
@@ -85,7 +85,7 @@ class Kernel:
         shape = Shape(grid, block, shared_bytes)
         launch = self._launches.get(shape)
         if launch is None:
-            if len(self._launches) >= 4096:  # only a stream of ever new shapes gets here
+            if len(self._launches) >= 4096:  # only an endless stream of new shapes gets here
                 self._launches.clear()
             self._allow_shared(shared_bytes)
             launch = self._launches[shape] = Launch(self, shape)
@@ -134,7 +134,7 @@ class Launch:
             del given[i]
         on_current_stream(self._kernel.device_index, self._enqueue, given, maps)
         if ACTIVE.recorder is not None:
-            ACTIVE.recorder.refused = True  # C++ replays a `Bound` alone
+            ACTIVE.recorder.refused = True  # C++ replays only a `Bound`
 
     def bind(self, numbers: Mapping[str, Any], dependent: bool = False) -> Bound:
         """The same launch with all but the pointers, and the tensor maps ahead of them, fixed by name. Calls pass these maps and all

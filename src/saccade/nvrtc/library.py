@@ -1,6 +1,6 @@
 """NVRTC's shared library through ctypes: the few functions that compile, loaded from a given file.
 
-`cuda.bindings.nvrtc` does not serve: a process has only one of it, of torch's CUDA version, while sm_70 also needs the library of
+`cuda.bindings.nvrtc` does not suffice: a process holds only one, of torch's CUDA version, while sm_70 also needs the library of
 CUDA 12. The C interface is the same in both.
 """
 

@@ -92,7 +92,7 @@ _opened: dict[Path, Any] = {}
 _lock = threading.Lock()
 _warned: set[str] = set()
 if hasattr(os, "register_at_fork"):
-    # a lock that another thread holds at the fork would stay held in the child
+    # a lock that another thread holds at a fork would stay held in the child
     os.register_at_fork(after_in_child=forget)
 
 

@@ -1,6 +1,6 @@
 """Tensor maps, with which the copy engine of sm_90 (TMA) finds the boxes of a tensor in memory.
 
-The driver makes them from numbers alone. cuda.core's descriptors are not used because they keep their tensor alive, so that none
+The driver makes them only from numbers. cuda.core's descriptors are not used because they keep their tensor alive, so that none
 could be remembered.
 """
 

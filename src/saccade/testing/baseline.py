@@ -110,8 +110,8 @@ def baseline_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool, roundings: R
 
     With delta_of_out it has two forms, which differ in the weights that are rounded before P V. In one they are divided by their sum; in the other they
     are relative to the largest, as in kernels that divide at the end. The rounding of the numbers of out decides the error of delta. If a gradient has
-    one or two terms, one of these is all its error. With half_sums the second form adds from the last query and key to the first: with two keys dv has
-    few numbers, and their one error may be small by luck.
+    one or two terms, one of these roundings is its whole error. With half_sums the second form adds from the last query and key to the first: with two
+    keys dv has few numbers, and their single error may be small by chance.
     """
     call = call_of(case, inputs, seed, lse, roundings.half_sums)
     made = forward(call)

@@ -15,8 +15,8 @@ Seeds = int | Sequence[int]  # of each call its own, if several are judged toget
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Start the random numbers of the CPU and of a GPU anew. `torch.manual_seed` also queues a call for every kind of device that is not
-    there, with the stack that it came from: half a millisecond and a kilobyte each time."""
+    """Seed the generators of the CPU and of a GPU. `torch.manual_seed` also queues a call for every absent kind of device, with its stack trace: half
+    a millisecond and a kilobyte each time."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):

@@ -87,7 +87,7 @@ def _unfit(actual: Tensor | None, oracle: Tensor, dtype: torch.dtype) -> str:
 
 
 class _Measured(NamedTuple):
-    """The measurements of a tensor where it lies, for one call. own: of the baseline; sizes are root mean squares. differing: where infinities first
+    """The measurements of a tensor, on its device, for one call. own: of the baseline; sizes are root mean squares. differing: where infinities first
     differ, or -1."""
 
     differing: float
@@ -116,7 +116,7 @@ def _measured(actual: Tensor, oracle: Tensor, baseline: Tensor, extra: tuple[Ten
     first = torch.where(differing.any(-1), differing.to(torch.uint8).argmax(-1), -1)
     error, own = ((x.double() - oracle).masked_fill(infinite, 0.0).abs() for x in (actual, baseline))
     oracle = oracle.masked_fill(infinite, 0.0).abs()
-    worst = error.nan_to_num(math.inf).argmax(-1)  # nothing is looked up by it here: that would wait for the device
+    worst = error.nan_to_num(math.inf).argmax(-1)  # it is not used as an index here, which would wait for the device
     sizes = [x.square().mean(-1).sqrt() for x in (oracle, error)]
     own_size = own.square().mean(-1).sqrt().amax(0)
     found = [first.double(), oracle.amax(-1), error.amax(-1), own.amax(-1).amax(0), *sizes, own_size, worst.double(), *extra]
@@ -129,7 +129,7 @@ def _verdict(name: str, joined: Tensor, found: _Measured, dtype: torch.dtype, ca
         return Result(name, math.inf, 0.0, math.inf, math.inf, False, _index(found.differing, joined, calls), "infinities differ")
     working = 2.0**-24 if name == "lse" or dtype == torch.float32 else torch.finfo(dtype).eps / 2
     floor = working * found.largest + _FLOAT32_ROUNDING * found.magnitude
-    # the largest of many errors lies at three to four times their root mean square
+    # the largest of many errors is three to four times their root mean square
     budget = (GRADIENT_FACTOR if name.startswith("d") else FACTOR) * max(found.own_error, found.likely) + floor
     error = math.inf if math.isnan(found.error) else found.error
     # a result that cancels to zero has no relative error

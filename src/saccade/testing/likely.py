@@ -1,4 +1,4 @@
-"""The errors that a baseline may well have, by the roundings behind them. If an output has few numbers, the errors found in them may be small by chance.
+"""The likely errors of a baseline, from the roundings behind them. If an output has few numbers, the errors found in them may be small by chance.
 
 A budget from only the errors of its baseline would be too small. In 18 of 337,000 random problems the error of a right kernel was up to 2.2 times that
 budget. In 2 of 822,000 the error of lse was over it.
@@ -19,7 +19,7 @@ from saccade.testing.inputs import Inputs
 from saccade.testing.roundings import Roundings
 from saccade.testing.textbook import Forward, TextbookCall, gradients_of_scores, of_bias, of_calls, of_groups
 
-# root mean squares of a tensor's least certain number: if there are many numbers alike, the largest error is 0.7 to 1.0 of that
+# in root mean squares of a tensor's least certain number: with many similar numbers, the largest error is 0.7 to 1.0 of that
 _LIKELY = 2.0
 # products that are added before a sum is rounded: in float16 by the tensor cores of Volta, and about so many by whatever adds in float32
 _ADDED = 4
@@ -28,7 +28,7 @@ _OF_OCTAVE = 0.54
 
 
 def likely_errors(case: Case, inputs: Inputs, call: TextbookCall, made: Forward, roundings: Roundings) -> dict[str, Tensor]:
-    """For each output an error that its baseline may well have, and the root mean square of all its errors: float64 `[2, calls]`."""
+    """For each output a likely error of its baseline, and the root mean square of all its errors: float64 `[2, calls]`."""
     unit = torch.finfo(call.dtype).eps / 2 / math.sqrt(3)
     dscores = gradients_of_scores(call, made, roundings.delta_of_out)
     weights, dropped = made.weights, made.dropped
@@ -97,7 +97,7 @@ def _square_of_bias(case: Case, bias: Tensor, terms: Tensor, weights: Tensor, of
 
 
 def _summed_up(case: Case, squares: Tensor) -> Tensor:
-    # if squares overflow, the baseline's own errors count alone: an infinite budget would allow anything
+    # if squares overflow, only the baseline's own errors count: an infinite budget would allow anything
     each = of_calls(case, squares.double()).nan_to_num(0.0, posinf=0.0)
     if not each.numel():
         return torch.zeros(2, case.calls, dtype=torch.float64, device=each.device)

@@ -1,4 +1,4 @@
-"""The roundings of a family of kernels beside those that none can avoid: its baseline has them too."""
+"""The roundings of a family of kernels besides the unavoidable ones: its baseline has them too."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def call_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool, half_sums: bool 
 
 
 def forward(call: TextbookCall, late: bool = False) -> Forward:
-    """late: the weights are rounded relative to the largest, and the sum that they have divides what comes of them."""
+    """late: the weights are rounded relative to the largest, and their sum divides the result at the end."""
     scores = _finished(call, call.query @ call.key.mT)
     if not (call.half_sums or late):
         weights, log_sum = softmax(scores)

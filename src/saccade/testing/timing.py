@@ -108,7 +108,7 @@ def throughput_in_turns(
 def kernel_time(call: Callable[[], object], device: torch.device | str) -> float | None:
     """Milliseconds that the kernels of a call take, one after another, as a profiler sees them; None on a CPU.
 
-    Beside the wall clock it tells whether the host or the device is waited for.
+    Together with the wall clock it shows whether the host or the device limits a call.
     """
     if torch.device(device).type != "cuda":
         return None
@@ -123,7 +123,7 @@ def kernel_time(call: Callable[[], object], device: torch.device | str) -> float
 
 
 def take_turns(calls: dict[str, Callable[[], object]], device: torch.device, repeats: int, warm_up: int = 1) -> dict[str, float]:
-    """Median wall-clock milliseconds of each call, measured in turns so that a machine that slows down slows all of them."""
+    """Median wall-clock milliseconds of each call, measured in turns, so that a slower machine slows all of them."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warm_up + repeats):
         for name, call in calls.items():

@@ -29,7 +29,7 @@ def run(out: Path, quick: bool) -> None:
 
     from saccade.cli.demo.encoder import check_installed
 
-    # checked now and not after a minute of work
+    # checked now, not after a minute of work
     _check_writable(out)
     check_installed()
 

@@ -22,8 +22,8 @@ _ANSWERS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results in one dtype: embeddings by each attention (queries last), and milliseconds for all sentences. PRUNED is not
-    timed, because batches of short sentences are no fair measure of it."""
+    """The results in one dtype: embeddings by each attention (queries last), and milliseconds for all sentences. PRUNED is not timed, because batches
+    of short sentences do not measure it fairly."""
 
     dtype: torch.dtype
     vectors: dict[str, Tensor]

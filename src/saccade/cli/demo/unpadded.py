@@ -83,7 +83,7 @@ def _measure(
 ) -> Row:
     parts = [part for text in texts for part in stock.parts(text)]
     encoders = {PADDED: stock, UNPADDED: ours}
-    # a GPU captures its graphs at first use; a CPU only has to have run once
+    # a GPU captures its graphs at first use; a CPU only needs one earlier run
     for part in parts if ours.device.type == "cuda" else stock.parts(texts[0][:8]):
         for encoder in encoders.values():
             encoder.vectors(part)

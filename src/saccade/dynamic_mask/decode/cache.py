@@ -66,7 +66,7 @@ class DynamicMaskCache:
         self._waiting: tuple[Entries, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # a planned call has a launch of Triton, which cannot be pickled; a copy plans its own, with a workspace of its own
+        # a planned call holds a Triton launch, which cannot be pickled; a copy plans its own launch and workspace
         return {**vars(self), "_signature": None, "_decode": None}
 
     def __repr__(self) -> str:
@@ -168,7 +168,7 @@ class DynamicMaskCache:
             add_scores=add_scores, scale=scale, enable_gqa=enable_gqa, backend=backend,
         )  # fmt: skip
         assert isinstance(out, Tensor)
-        if not self._tensors():  # not before: a refused call would have said which batch the cache holds
+        if not self._tensors():  # not earlier: a refused call would have fixed the batch of the cache
             self._entries, self._counted = none_of(key, value)
         if commit:
             self._take_in(every, first)
@@ -238,7 +238,7 @@ class DynamicMaskCache:
     def _rows(self, rows: Tensor | Sequence[int]) -> Tensor:
         """Checked indices of batch rows, int64 on the device of the cache."""
         if isinstance(rows, (list, tuple)):
-            with contextlib.suppress(RuntimeError, TypeError, ValueError):  # stays a list, which is refused
+            with contextlib.suppress(RuntimeError, TypeError, ValueError):  # it stays a list, which is refused below
                 rows = torch.as_tensor(rows, device="cpu") if rows else torch.zeros(0, dtype=torch.int64, device="cpu")
         check_kinds(rows=rows)
         if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
@@ -276,7 +276,7 @@ class DynamicMaskCache:
                 signature = (*[_metadata(x) for x in tensors], options)
                 if signature == self._signature:
                     return self._decode
-        except (AttributeError, RuntimeError, TypeError, ValueError):  # something is no tensor or flag, which is refused here
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # an argument that is not a tensor or flag is refused here
             signature = None
         self._check(*tensors, lengths)
         problem = describe_dynamic_mask(

@@ -12,7 +12,7 @@ from saccade.engine.calls import values_known
 from saccade.engine.kinds import check_kinds
 from saccade.errors import InvalidArgument
 
-_MOST = 2**31 - 1  # more sinks, or a wider window, are every token, and positions are int32
+_MOST = 2**31 - 1  # more sinks, or a wider window, include every token, because positions are int32
 
 
 @dataclass
@@ -64,7 +64,7 @@ def none_of(key: Tensor, value: Tensor) -> tuple[Entries, Tensor]:
     """No entries of such tokens, and how many each batch row has seen."""
     position = torch.empty((*key.shape[:2], 0), dtype=torch.int32, device=key.device)
     counted = torch.zeros(len(key), dtype=torch.int64, device=key.device)
-    # not slices of 0 tokens, which would hold the memory of all
+    # not empty slices, which would keep the memory of all tokens alive
     keys, values = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (key, value))
     return Entries(keys, values, position.float(), position), counted
 

@@ -32,7 +32,7 @@ from saccade.dynamic_mask.log2 import LN2, to_log2
 
 _LOWEST = tl.constexpr(-(2**63))
 _NOWHERE = tl.constexpr(2**31 - 1)
-# How many entries those of a tile are compared with at a time. As many as the tile has would take nearly all registers of a thread.
+# Entries with which those of a tile are compared at a time. All of the tile's would take nearly all registers of a thread.
 _OTHERS = tl.constexpr(16)
 
 
@@ -156,7 +156,7 @@ def _decode_kernel(
     value += first_entry * head_dim
     scores += first_entry
     position += first_entry
-    # the first tile is loaded during the scan, as it does not depend on which entry is evicted
+    # the first tile is loaded during the scan, because it does not depend on the evicted entry
     first = split * per_split
     stop = tl.minimum(first + per_split, size)
     places = first + tl.arange(0, BLOCK_N)

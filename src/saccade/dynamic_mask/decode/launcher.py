@@ -19,7 +19,7 @@ from saccade.launch.triton import first_launch, pow2
 
 # bytes of keys, and of values, that a program holds at a time
 _TILE_BYTES = 16384
-# the combining program reads the parts one after the other
+# the combining program reads the parts one by one
 _MAX_SPLITS = 32
 _SCAN = 2048
 # numbers that the combining program holds at once: 32 registers a thread

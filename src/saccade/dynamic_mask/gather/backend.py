@@ -12,9 +12,9 @@ from saccade.engine.backend import Backend
 
 def _prefers_gather(problem: DynamicMaskProblem) -> bool:
     """Preferred on a GPU: in 16 bits see benchmarks/results/h100/dynamic_mask_length.csv. In float32 neither it nor plain torch uses matrix
-    units. But plain torch gathers through memory, and waits for the device in each call, so that it cannot be captured. Forward with 8 heads
-    and keep n / 16 to n / 8, on an H100 that other work ran on: at n = 1,024 plain torch takes 0.085 s and the kernels 0.005, at 16,384 it
-    takes 0.65 and they 0.015."""
+    units. But plain torch gathers through memory, and waits for the device in each call, so it cannot be captured. Forward with 8 heads
+    and keep n / 16 to n / 8, on an H100 that other work ran on: at n = 1,024 plain torch takes 0.085 s and the kernels 0.005 s, and at 16,384 they
+    take 0.65 s and 0.015 s."""
     return problem.device_type == "cuda"
 
 

@@ -81,7 +81,7 @@ def _gather_fwd_kernel(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale + bias[None, :]
         s = tl.where((at[:, None] >= begins[None, :]) & (at[:, None] < ends[None, :]), s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1))
-        # without this, a row that has seen no key yet would compute -inf - -inf
+        # otherwise a row that has seen no key yet would compute -inf - -inf
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(s - shift[:, None])
         rescale = tl.exp2(row_max - shift)

@@ -18,14 +18,14 @@ from saccade.launch.constants import LOG2E
 from saccade.launch.delta import delta_of
 from saccade.launch.triton import launch, pow2
 
-# the deterministic backward sorts together the keys whose intervals begin in the same stretch of this many positions
+# the deterministic backward groups keys whose intervals begin within the same stretch of this many positions
 GRAIN = 2048
 
 
 @dataclass(frozen=True)
 class Config:
     """block_q: queries per program (times the heads of a group). block_n: keys at a time. forward: (warps, stages) of forward.
-    warps: warps of backward, which holds more. Triton's forward on one H200 takes 2.7 ms with (4, 3) and
+    warps: of backward, which holds more numbers. Triton's forward on one H200 takes 2.7 ms with (4, 3) and
     4.2 ms with (8, 2): w = 1024, n = 32,768, D = 128, four heads per group."""
 
     block_q: int = 32

@@ -6,8 +6,8 @@
         mask the keys that some query of the block does not see, softmax, times Vg
 
 This takes O(n * w) operations, and memory of O(n * D) plus one block of scores. Backward recomputes the scores as [scale * Q, 1] [Kg, score]^T, so
-that the gradient of the score is one more column of dK. It adds dK, dV and dscore in place. Forward gathers from the tensors as they are: copies
-with that column took a fifth of its time.
+that the gradient of the score is one more column of dK. It adds dK, dV and dscore in place. Forward gathers from the tensors themselves: copies with
+that column took a fifth of its time.
 Source: paper 004, Eq. 6 to 10 (gradients of dense attention restricted to the kept set).
 """
 

@@ -20,7 +20,7 @@ from saccade.launch.requirements import triton_reasons
 
 _FORMS, _BACKENDS = ("exp", "linear"), ("auto", "fused", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MOST_HEADS = 64  # whose sums a program of backward holds in its registers
+_MOST_HEADS = 64  # so many heads: a program of backward holds their sums in registers
 
 
 def dynamic_mask_scores(
@@ -75,8 +75,7 @@ def dynamic_mask_scores(
 def layer_scores(values: Tensor, projection: nn.Module, A: Tensor, form: str = "exp", backend: str = "auto") -> Tensor:
     """`dynamic_mask_scores` with the weight and bias of a layer's projection.
 
-    A projection that is more than its weights is called instead, and its result has the precision that it has: one with an adapter or hooks, or
-    with weights that are no plain tensors.
+    A projection with an adapter, hooks or weights that are not plain tensors is called instead, in its own precision.
     """
     if _is_plain(projection, values, A):
         return dynamic_mask_scores(values, projection.weight, A, bias=projection.bias, form=form, backend=backend)  # type: ignore[arg-type]

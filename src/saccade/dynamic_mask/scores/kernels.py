@@ -16,7 +16,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _exp(x):
-    """exp(x) to two roundings; the hardware's exp2 alone loses |x| of them before it begins."""
+    """exp(x) to within two roundings; the hardware's exp2 of x log2(e) has |x| of them from its argument."""
     # beyond these bounds the result is 0 or inf; inf - inf would be NaN. A NaN passes both comparisons
     x = tl.where(x < -200.0, -200.0, x)
     x = tl.where(x > 200.0, 200.0, x)

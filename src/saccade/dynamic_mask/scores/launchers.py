@@ -8,7 +8,7 @@ from torch import Tensor
 from saccade.dynamic_mask.scores.kernels import scores_gradient_kernel, scores_kernel
 from saccade.launch.triton import launch_any, pow2
 
-# tokens of a tile of forward: many for streaming, few if so few tokens would leave multiprocessors without work
+# tokens of a tile of forward: many for streaming, few if there are too few tokens to occupy all multiprocessors
 _LARGE, _SMALL, _FEW_TOKENS = 64, 16, 8192
 # of a tile of backward: with 64 tokens its two products spill registers
 _BACKWARD = 32

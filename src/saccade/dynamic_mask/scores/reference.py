@@ -15,7 +15,7 @@ def scores_of(values: Tensor, weight: Tensor, A: Tensor, bias: Tensor | None, fo
 def products_of(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """z `[B, Hkv, S]`, float32 (float64 for float64): in 16 bits many keys would tie."""
     working = torch.promote_types(values.dtype, torch.float32)
-    # weights first, so that the product lies as scores do: gradients of a transposed one break graphs of sizes that vary (torch 2.13)
+    # weights first, so that the product has the layout of scores: gradients of a transposed product break graphs with dynamic sizes (torch 2.13)
     products = weight.to(working) @ _by_token(values).to(working).mT
     return products if bias is None else products + bias.to(working)[:, None]
 

@@ -22,8 +22,8 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = Non
 def watched_intervals(
     key_scores: Tensor, keep: int, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Callable[[], bool]] | None:
-    """(start, stop, faulty): `faulty()` says whether any score is not finite. It waits only until the scores are ranked, and is
-    to be called once. None if there are no keys, or without NVRTC, as Triton would need a launch of its own for it."""
+    """(start, stop, faulty): `faulty()` says whether any score is not finite. It waits only until the scores are ranked; call it once. None if there
+    are no keys, or without NVRTC, because Triton would need another launch."""
     if obstacles(arch_of(key_scores.device)) or not key_scores.numel():
         return None
     flag = borrow(key_scores.device)

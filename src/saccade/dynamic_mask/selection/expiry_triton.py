@@ -41,7 +41,7 @@ def _position(entry):
 
 @triton.jit
 def _store_best(entry, inside, keep, out, out_count):
-    """The `keep` best of entries in order of position, of equals the newest, as a list in that order."""
+    """Stores the `keep` best entries in order of position; of equal ones the newest."""
     rank = (entry >> 32).to(tl.uint32)
     wanted = tl.minimum(keep, tl.sum(inside.to(tl.int32), 0))
     threshold = tl.full((), 0, tl.uint32)  # the `wanted`-th best, found bit by bit
@@ -166,8 +166,7 @@ def _expire_kernel(
             above = after
             begin += RIVALS
             rivals = following
-        # a key that was outranked before its position is never admitted; a key of the chunk outranked by survivors alone is not
-        # listed
+        # a key that was outranked before its position is never admitted; a key of the chunk that survivors outrank by themselves is not listed
         position = _position(entry)
         tl.store(stop + row * kv_len + position, tl.maximum(expires, position), mask=expires >= 0)
 

@@ -8,9 +8,8 @@ For a fixed order of the keys the causal rule "query i keeps the w best keys amo
 
 Keys are ranked by (score, position) in float32, so ties go to the newer key. In a list by descending rank, the keys above j are a
 prefix. One descent of a wavelet matrix finds the w-th smallest position of a prefix. This takes a sort, log2(n) stable bit
-partitions and as many look-ups for each key, for all keys and heads in parallel. On a GPU `expiry_cuda.py` and `expiry_triton.py`
-beside this file compute the same. Source: "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 (per-query causal
-top-w); the interval form and its computation are ours.
+partitions and as many look-ups for each key, for all keys and heads in parallel. On a GPU `expiry_cuda.py` and `expiry_triton.py` compute the same.
+Source: "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 (per-query causal top-w); the interval form and its computation are ours.
 """
 
 from __future__ import annotations
@@ -194,7 +193,7 @@ def _descending(scores: Tensor, starts: Tensor, valid: Tensor, grouped: bool) ->
     if not grouped:
         return order
     group = 2 * starts + (~valid).to(torch.int64)
-    # one document, no padding; on a GPU the answer would be waited for, which a captured call may not
+    # one document, no padding; on a GPU the answer would need a wait, which a capture forbids
     if not group.is_cuda and bool((group == 0).all()):
         return order
     by_group = torch.argsort(group[:, None, :].expand_as(order).gather(2, order), dim=-1, stable=True)

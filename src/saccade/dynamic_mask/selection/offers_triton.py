@@ -1,7 +1,7 @@
 """Two kernels for keys that ranks offer each other (`saccade.distributed`): rank keys by (score, position), and copy chosen rows of K, V and scores.
 
-As torch's operations the two would be some fifty launches, which take longer than the attention of a short stretch: 3 ms of host time, while
-forward takes 0.7 ms (65,536 tokens on an H100).
+With torch's operations both would take some fifty launches, longer than the attention of a short stretch: 3 ms of host time, where forward takes 0.7
+ms (65,536 tokens on an H100).
 """
 
 import torch
@@ -30,7 +30,7 @@ def rank_kernel(
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     if MARK:
         faulty = tl.max(((bits & 0x7F800000) == 0x7F800000).to(tl.int32), 0)
-        # every program that stores stores the same
+        # all programs that store write the same value
         tl.store(fault_ptr, tl.full((), 1, tl.int64), mask=faulty == 1)
     rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     entry = (rank.to(tl.int64) << 32) + at

@@ -1,4 +1,4 @@
-"""The keys that dynamic mask attention keeps, by counting. It is a second way beside the loop of `saccade.dynamic_mask.reference.kept`, and fast enough for many problems.
+"""The keys that dynamic mask attention keeps, by counting. It is a second method besides the loop of `saccade.dynamic_mask.reference.kept`, and fast enough for many problems.
 
 A key that a query sees is kept if fewer than `keep` of the keys that it sees have a larger (score, position). Their number is a sum over all
 keys of "the query sees it" times "it ranks higher", which is a product of matrices.
@@ -20,7 +20,7 @@ def kept_by_counting(
     sinks: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Boolean `[B, Hkv, Tq, Tk]`, as `kept` gives it, where the scores lie; O(B Hkv Tk (Tq + Tk)) memory."""
+    """Boolean `[B, Hkv, Tq, Tk]`, as `kept` gives it, on the device of the scores; O(B Hkv Tk (Tq + Tk)) memory."""
     batch, _, kv_len = key_scores.shape
     device = key_scores.device
     keys, at = torch.arange(kv_len, device=device), torch.arange(kv_len - q_len, kv_len, device=device)[:, None]

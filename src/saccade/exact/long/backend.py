@@ -1,6 +1,6 @@
-"""The kernels of sequences beyond 128 tokens as a backend of `attention`, for dense rows `[B, H, T, D]`; shorter ones if they are faster.
+"""The kernels of long sequences as a backend of `attention`, for dense rows `[B, H, T, D]`: beyond 128 tokens, and from 65 on if they are faster.
 
-The family `ragged` runs the same kernels for packed sequences. With a bias the numbers of its rows, and its gradient, are those of `shared_bias`.
+The family `ragged` runs the same kernels for packed sequences. With a bias, `shared_bias` computes the numbers of its rows and its gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from saccade.exact.long import config
 from saccade.exact.problem import SHORT_TOKENS
 from saccade.launch.requirements import triton_reasons
 
-SHORTEST, LONGEST = 65, 577  # what was measured; the kernels take other lengths too
+SHORTEST, LONGEST = 65, 577  # the measured range; the kernels take other lengths too
 # Problems from which these kernels are faster than those of `short` up to 128 tokens, by the largest D, forward and with backward. Timed in CUDA
 # graphs (docs/notes/long.md). From FILLING numbers on, with rows and columns rounded up to tiles, `short` has kernels that are faster again.
 FEWEST_SHORT = {32: (3072, 768), 64: (768, 384), 128: (384, 768)}
@@ -63,7 +63,7 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs a positive scale that is normal in float32, got {problem.scale}")
     if reasons:
         return reasons
-    # last, and late: to import the compiler is to import torch.compile
+    # checked last and imported late: importing the compiler imports torch.compile
     from saccade.nvrtc import obstacles
 
     return list(obstacles("90a"))
@@ -89,7 +89,7 @@ def _prefers(problem: Problem) -> bool:
     return not _rule(problem).against
 
 
-_NOTES = Source("docs/notes/long.md")  # the only place with times in CUDA graphs, and with times beside `short`
+_NOTES = Source("docs/notes/long.md")  # the only place with times in CUDA graphs and next to those of `short`
 
 
 def _rule(problem: Problem) -> Rule:
@@ -171,7 +171,7 @@ def _gains(problem: Problem, longest: int) -> Source:
     if problem.lengths:
         return table("short_long", square(512, 64, 3072, "lengths"), card="h200")
     if problem.is_causal:
-        # forward alone of 256 was 0.92 of torch's speed on an H100; an H200 has 1.24, which the measured row says
+        # without a gradient, 256 tokens ran at 0.92 of torch's speed on an H100; an H200's measured row has 1.24
         lengths = ((256, 8192), (512, 4096)) if problem.needs_grad else ((512, 4096),)
         return table("short_long", *(square(s, 64, n, "causal") for s, n in lengths), card="h200")
     rows = ((197, 21_288), (577, 7264)) if problem.head_dim <= 32 else ((197, 10_640), (577, 3632))
@@ -195,7 +195,7 @@ def host_time(problem: Problem) -> Rule | None:
 
 def _too_small(problem: Problem, longest: int) -> Rule | None:
     if not problem.needs_grad or (problem.python_counts and not _launched_by_python(problem)):
-        return None  # an eager call that C++ replays takes 82 us with backward where torch's takes 115, whatever the kernels do meanwhile
+        return None  # host time of a call with backward: 82 us if C++ replays it, 115 us for torch's
     fewest = FEWEST_WIDE if problem.head_dim > 64 else next(count for most, count in FEWEST_PROBLEMS if longest <= most)
     owned, letter = problem.batch * problem.kv_heads, "H" if problem.heads == problem.kv_heads else "Hkv"
     if owned >= fewest:

@@ -17,8 +17,7 @@ from saccade.nvrtc import Options
 
 DIRECTION = "bias_gradient"
 _SIDE, _THREADS = 128, 384  # queries and keys of a tile
-# Parts of the members of a matrix, whose sums are matrices of float32. Each part of a tile costs about as much as the tiles of so many members: its sums
-# are written and read again
+# Parts of the members of a matrix, whose sums are matrices of float32. Writing and reading the sums of a part costs about as much as the tiles of so many members
 _MOST_PARTS, _COST_OF_PART = 16, 6
 _LAUNCHES = LaunchCache()
 
@@ -40,7 +39,7 @@ def defines(head_dim: int, bf16: bool, grouped: bool = False, mask: bool = False
 
 
 def parts_of(tiles: int, members: int, processors: int) -> tuple[int, int]:
-    """(members of a part, parts) that take the least time, where one part of all members is so many tiles."""
+    """(members of a part, parts) that take the least time. tiles: of one part with all members."""
 
     def time(parts: int) -> int:
         return -(-tiles * parts // processors) * (-(-members // parts) + _COST_OF_PART)

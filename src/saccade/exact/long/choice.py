@@ -1,4 +1,4 @@
-"""The calls that the kernels of sm_90 for long sequences take, for the launchers of both families and for `explain`. Imports torch alone."""
+"""The calls that the kernels of sm_90 for long sequences take, for the launchers of both families and for `explain`. Imports only torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FAR = 2**29
 
 
 class Kind(NamedTuple):
-    """The facts that decide which kernels compute a call, apart from where its tensors lie. group: query heads that share a key head."""
+    """The facts that decide which kernels compute a call, apart from the addresses of its tensors. group: query heads that share a key head."""
 
     arch: int
     dtype: torch.dtype

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Backward parks dQ between rounds of keys, for each block all queries of a sequence: 69 MB at this length and D = 64
+# Between rounds of keys each block of backward stores dQ of all queries of a sequence: 69 MB at this length and D = 64
 MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
 # With a window a block of backward takes a segment of keys: so many rounds of 128, the first of these numbers that gives every multiprocessor one. It
 # goes on behind the segment as far as a window reaches: for 512 keys before and behind a query half as much work in four rounds, but 1/8 in 16.
 # If a sequence may be longer than the largest, blocks have equal shares of all rounds instead: segments of 16 rounds filled the
 # multiprocessors badly. Backward at D = 128 and 8,192 tokens took 0.58 to 0.61 of its time with this and chunks passed (H200, docs/notes/long.md).
 SEGMENTS = (16, 8, 4)
-SHARES = 1  # in the place of a segment's rounds
+SHARES = 1  # in place of the number of rounds of a segment
 MAX_TOKENS_IN_WINDOWS = 2**16  # the sources count up to 1,023 rounds
 # Features with which the kernels were timed (docs/notes/long.md): one at a time, up to this D and from another on,
 # and for dense rows up to so many tokens. `auto` takes no backend `long` for other calls, and the ragged family computes them by Triton. Read at each call.
@@ -26,7 +26,7 @@ MAX_BIAS_HEAD_DIM = 64
 # D rounded up, of forward with a bias that computes weights before maxima, and looks for these only where weights are large: 265 of 298 instructions of
 # a tile, but some spilled registers: 0.97 of the time at 512 tokens, 1.01 at 256 (docs/notes/long.md). Read at each call.
 LATE_MAXIMA = (32,)
-# The most queries that share a key head there: backward parks dQ of all of them between rounds of keys, for each block; 277 MB of D = 64
+# The most queries that share a key head there: each block of backward stores dQ of all of them between rounds of keys; 277 MB at D = 64
 MAX_SHARING = 8192
 
 

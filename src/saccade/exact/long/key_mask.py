@@ -1,4 +1,4 @@
-"""A mask of keys beside a bias, for the kernels of long sequences on sm_90. They read its bytes without a copy, whatever its strides (`cuda/key_mask.cuh`)."""
+"""A mask of keys together with a bias, for the kernels of long sequences on sm_90. They read its bytes without a copy, whatever its strides (`cuda/key_mask.cuh`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Launchers of the backend `long`: dense rows `[B, H, T, D]`, whole or with lengths, on the kernels of sm90.
+"""Launchers of the backend `long`: dense rows `[B, H, T, D]`, with or without lengths, on the kernels of `sm90.py`.
 
-Everything that depends on metadata alone is worked out at the first call of a signature: a plan, and how the results lie.
+The first call of a signature works out everything that depends only on metadata: a plan, and the layout of the results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _bias_of(args: AttentionArgs) -> tuple[Tensor, ...]:
 
 
 class _Known(NamedTuple):
-    """The parts that are worked out once for calls that differ in their data alone."""
+    """The parts that are worked out once for calls that differ only in their data."""
 
     plan: sm90.Plan
     shapes: tuple[tuple[torch.Size, tuple[int, ...]], ...]  # sizes and strides of out, or of the gradients
@@ -46,7 +46,7 @@ class _Known(NamedTuple):
 
 
 def _known(args: AttentionArgs, key: Hashable, *moved: Tensor) -> _Known | None:
-    """The known parts of a call if its tensors may be moved as they are. They lie as at the first call, but perhaps at odd addresses."""
+    """The known parts of a call if the copy engine can address its tensors. Their layout is that of the first call, but their addresses may be odd."""
     found = None if args.launches is None else args.launches.get(key)
     bias = () if args.bias is None else (args.bias,)
     return None if found is None or any(x.data_ptr() % 16 for x in (*moved, *bias)) else found
@@ -126,7 +126,7 @@ def backward(
     if sm90.owns_delta(query.shape[-1]):
         delta = scratch(lse.shape, lse.dtype, lse.device)
     else:
-        refuse()  # another kernel's: `auto` counts the host time of these calls as Python's
+        refuse()  # computed by another kernel: `auto` counts the host time of these calls as Python's
         delta = _row_sums(dout, out, dlse)
     mask = _mask_of(args)
     sm90.run_backward(known.plan, moved, _lengths_at(args), dlse, lse, delta, gradients, mask, args.seed)

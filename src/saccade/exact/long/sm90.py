@@ -1,7 +1,7 @@
-"""CUDA C++ for sequences beyond 64 tokens on sm_90a (`cuda/long_*_sm90.cu`): the copy engine brings whole tiles, warpgroups multiply them.
+"""CUDA C++ for sequences beyond 64 tokens on sm_90a (`cuda/*_sm90.cu`): the copy engine loads whole tiles, and warpgroups multiply them.
 
 Triton forms the scores twice in backward (seven products a pair of tiles), because dK and dV need one order of tiles and dQ the other. Here dS
-passes from the warpgroups that own keys to one that adds up dQ, so that five products are left. The last tile of queries or keys is as small as
+passes from the warpgroups that own keys to one that adds up dQ, so that five products are left. The last tile of queries or keys is only as large as
 its contents. The kernels take plain and causal calls, dense or packed, in 16-bit dtypes, with grouped heads and dropout. Dense rows may have a
 boolean mask, a bias (`bias.py`), or a bias and a mask of keys.
 """
@@ -58,7 +58,7 @@ def late_maxima(head_dim: int) -> bool:
 
 
 def shared_bytes(direction: str, head_dim: int, config: Sm90Config, bias: bool = False, keys: bool = False) -> int:
-    """Dynamic shared memory of a block; the sources check it. keys: with a mask of keys beside a bias."""
+    """Dynamic shared memory of a block; the sources check it. keys: with a bias and a mask of keys."""
     row, stages = 2 * rounded(head_dim), config.stages
     if direction == "forward":
         team = QUERY_SLOTS * (BLOCK_ROWS * row + 32) + stages * 2 * CHUNK_ROWS * row + 8 * (2 * QUERY_SLOTS + 3 * stages)
@@ -71,7 +71,7 @@ def shared_bytes(direction: str, head_dim: int, config: Sm90Config, bias: bool =
 
 
 def owns_delta(head_dim: int, bias: bool = False) -> bool:
-    """Whether backward computes delta itself. At D = 128 the tiles of out do not fit beside the others; with a bias another kernel finds it."""
+    """Whether backward computes delta itself. At D = 128 the tiles of out do not fit in shared memory too; with a bias another kernel computes it."""
     return head_dim <= 64 and not bias
 
 
@@ -151,7 +151,8 @@ class Plan(NamedTuple):
     """A launch for tensors of one signature.
 
     free: its numbers of tokens and sequences, and their strides; with dropout the address of the seed comes behind them. slots: which of them change
-    from call to call. moved: of the tensors that the copy engine moves, in the kernel's order. parked: how many numbers of scratch memory it needs.
+    from call to call. moved: of the tensors that the copy engine moves, in the kernel's order. parked: how many numbers of scratch memory it needs
+    for unfinished dQ.
     """
 
     launch: Bound
@@ -239,11 +240,11 @@ def segment_rows(args: VarlenArgs) -> int:
 
 
 def _alignment(args: VarlenArgs) -> int:
-    """The key that a window is aligned with, as the kernels are compiled for a causal mask that is."""
+    """The key that a window is aligned with, as a value of the macro CAUSAL."""
     return BOTTOM_RIGHT if args.causal in ALIGNED_LAST else UPPER_LEFT
 
 
-# what `_free` finds, and the numbers of parked memory
+# the result of `_free`, and the numbers of scratch memory for unfinished dQ
 _PACKED = (SEQUENCES, QUERIES, KEYS, LONGEST_Q, LONGEST_K, FIXED, QUERIES, FIXED)
 _DENSE = (FIXED,) * len(_PACKED)
 
@@ -253,7 +254,7 @@ def _slots(args: VarlenArgs) -> tuple[int, ...]:
 
 
 def _free(args: VarlenArgs) -> tuple[int, ...]:
-    """The numbers that change from call to call, so they are passed in the place of pointers."""
+    """The numbers that change from call to call, which are passed in place of pointers."""
     query, key = args.query, args.key
     if query.dim() == 4:
         batch, heads = query.shape[:2]
@@ -263,7 +264,7 @@ def _free(args: VarlenArgs) -> tuple[int, ...]:
 
 
 def offsets_of(args: VarlenArgs, members: Tensor | None, count: Tensor | None) -> tuple[int, int, int, int]:
-    """Addresses of cu_q, cu_k, members and count; of dense rows the second is their lengths, or null."""
+    """Addresses of cu_q, cu_k, members and count; for dense rows, cu_k is their lengths or null."""
     if members is not None and count is not None:
         return args.cu_seqlens_q.data_ptr(), args.cu_seqlens_k.data_ptr(), members.data_ptr(), count.data_ptr()
     return 0, 0 if args.cu_seqlens_k is None else args.cu_seqlens_k.data_ptr(), 0, 0
@@ -322,7 +323,7 @@ def forward(
 
 
 def shown_by(mask: Tensor | None, biased: bool, by_key: bool) -> tuple[Tensor, ...]:
-    """The form of a mask `[B, H, Tq, Tk]` that a kernel reads: bits of pairs, or beside a bias the mask itself, which is one of keys."""
+    """The form of a mask `[B, H, Tq, Tk]` that a kernel reads: bits of pairs, or with a bias the mask itself, which is one of keys."""
     if mask is None:
         return ()
     return (mask if biased else pack(mask, by_key),)

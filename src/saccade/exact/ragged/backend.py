@@ -1,4 +1,4 @@
-"""The ragged family as a backend: what it declines, and where it is preferred. Imports torch alone."""
+"""The ragged family as a backend: what it declines, and where it is preferred. Imports only torch."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _rule(problem: VarlenProblem) -> Rule:
 # Keys of a wide window, and the longest sequence up to which our kernels were no slower with backward. Token tiles run if
 # CUDA C++ does not take a call: at 8,192 tokens they took 1.09 times as long as torch's kernel. CUDA C++ beyond D = 64 took 1.04 times as long.
 _WIDE_WINDOW, _LONGEST_WIDE = 512, 2048
-_NOTES = Source("docs/notes/ragged.md")  # trials that are in no table
+_NOTES = Source("docs/notes/ragged.md")  # these trials are in no table
 
 
 def _window_rule(problem: VarlenProblem) -> Rule:

@@ -83,7 +83,7 @@ def _whole_sequence(
         q = load_rows(query, query_strides, ROWS[0], (s, q_first, h), 0, (q_len, head_dim), TILE, BLOCK_D, MASK_D)
         do = load_rows(dout, dout_strides, ROWS[3], (s, q_first, h), 0, (q_len, head_dim), TILE, BLOCK_D, MASK_D)
         log_sum = tl.load(lse_of(lse, (0, lse_stride), s, q_first, h) + lines, mask=lines < q_len, other=float("-inf"))
-        # a query that sees no key, or is none: weights of 0, not NaN
+        # a query that sees no key, or does not exist: weights of 0, not NaN
         shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2E)
 
         # S^T = K Q^T
@@ -143,7 +143,7 @@ def backward_tile_kernel(
     bias_sum = 0.0
     if BIAS_GRAD:
         bias_sum = tl.zeros((TILE, TILE), tl.float32)
-    # with a gradient of the bias the number of programs is a multiple of `heads`: a program then meets one head alone
+    # with a gradient of the bias the number of programs is a multiple of `heads`, so a program has a single head
     for item in tl.range(tl.program_id(0), tl.load(count) * owners, tl.num_programs(0), num_stages=STAGES):
         s, owner = tl.load(members + item // owners), item % owners
         q_first, q_len = rows_of(cu_q, s, total_q, max_q, False, True)
@@ -275,7 +275,7 @@ def backward_keys_kernel(
         if not DENSE:
             s = tl.load(members + s)
         k_first, k_len = rows_of(cu_k, s, total_k, max_k, DENSE, False)
-        # the keys that a dense row has beyond its length get zeros, which they have to be given
+        # keys of a dense row beyond its length get gradients of zero, which this kernel must write
         limit = max_k if DENSE else k_len
         first = tile * TILE_K
         if first < limit:

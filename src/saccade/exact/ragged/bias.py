@@ -3,7 +3,7 @@
     m = max_j (scale q k_j + bias_j), c = 1 / sum_j exp(scale q k_j + bias_j - m)      P = c exp(scale Q K^T + bias - m)
     dbias = sum of dS over the batch rows and heads that share it
 
-Beside a score of 1e9, lse has lost the logarithm of the sum, and weights from lse would add up to the number of keys. m and c have not lost it. The
+Next to a score of 1e9, lse loses the logarithm of the sum, and weights from lse would add up to the number of keys. m and c keep it. The
 gradient forms scores and dP a third time. Each program owns a tile of the gradient, so no two programs add to one number.
 """
 

@@ -35,7 +35,7 @@ from saccade.native.recording import is_recorded, refuse, varying
 
 class Configs(NamedTuple):
     """Shapes of launches in place of the measured ones, for measuring: by (direction, tile), by direction and
-    by tile. sm80, sm90: None for Triton alone; sm90 by direction."""
+    by tile. sm80, sm90: None for only Triton; sm90 by direction."""
 
     tiles: dict[tuple[str, int], TileConfig]
     long: dict[str, LongConfig]
@@ -112,7 +112,7 @@ class RaggedCall:
         return varying(numbers, (FIXED,) * len(numbers) if self.dense else _VARYING)
 
     def buckets(self) -> list[Bucket]:
-        """The launches that the lengths may ask for, the longest first: it takes the longest time, and may begin before others end."""
+        """The launches that the lengths may need, the longest first, because it takes the most time."""
         args = self.args
         if self.dense:
             return [Bucket(0, args.query, args.query, True)]
@@ -158,7 +158,7 @@ class RaggedCall:
         """The most tokens of a sequence in any batch for which a recorded call is planned; 0 if it is planned for its own batch."""
         if not is_recorded():
             return 0
-        # the map of a single token says nothing of the distance to the next
+        # a map of a single token does not hold the distance to the next
         mapped = in_a_tile or min(self.total_q, self.total_k) > 1
         if self.args.bias is not None or self.sequences > MOST_AT_ONCE or not mapped or not self.is_one_kind():
             refuse()
@@ -173,11 +173,11 @@ class RaggedCall:
         return taken == {False} or (taken == {True} and works < 2**31)
 
     def within(self, bucket: Bucket) -> RaggedCall:
-        """The call with the longest lengths of a launch; but dropout counts its draws by the most keys of the whole call."""
+        """The call with the longest lengths of a launch. Dropout still counts its draws by the most keys of the complete call."""
         if not bucket.longest:
             return self
         names = ("max_q", "max_k") if self.args.seed is None else ("max_q",)
-        # C++ tells batches apart by the powers of two that hold these, so another batch of the kind has the same powers
+        # C++ distinguishes batches by the powers of two that hold these, so another batch of the kind has the same powers
         (most,) = varying((bucket.longest,), (FIXED,))
         longest: dict[str, Any] = {name: most for name in names if getattr(self.args, name) > most}
         return RaggedCall(self.args._replace(**longest), self.configs)

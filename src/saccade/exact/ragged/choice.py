@@ -1,4 +1,4 @@
-"""The choice between the kernels of sm_90 (`exact/long`) and Triton's for a ragged call, for its launchers and for `explain`. Imports torch alone."""
+"""The choice between the kernels of sm_90 (`exact/long`) and Triton's for a ragged call, for its launchers and for `explain`. Imports only torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes of the launches of the ragged family. Imports torch alone."""
+"""Shapes of the launches of the ragged family. Imports only torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_chunks(head_dim: int, grouped: bool, mask: bool, dropout: bool, window: b
 
 @dataclass(frozen=True)
 class TileConfig:
-    """warps of a program, programs for each multiprocessor, stages of the loop over sequences."""
+    """Warps of a program, programs for each multiprocessor, stages of the loop over sequences."""
 
     warps: int
     programs: int = 16
@@ -82,7 +82,7 @@ def fits(tile: int, block_d: int, element_size: int, arch: int) -> bool:
 
 
 def small_tile(tile: int) -> int:
-    """Beside a tile that holds the longest of a small batch: the one for its shorter sequences; 0 for none."""
+    """The second tile of a small batch, for sequences shorter than the tile that holds its longest; 0 for none."""
     return 32 if tile > 32 else 0
 
 
@@ -93,7 +93,7 @@ def tile_config(direction: str, tile: int, block_d: int, element_size: int, feat
     if featured and tile >= 32:
         return TileConfig({32: 2 if block_d <= 64 else 4, 64: 4, 128: 8}[tile], 8, 1)
     config = _TILE_CONFIGS[direction, max(block_d, 32)][tile]
-    # a second sequence beside the first: up to 160 KiB on sm_80
+    # room for a second sequence: up to 160 KiB on sm_80
     tiles = 3 if direction == "fwd" else 4
     room = 96 * 1024 if arch in SMALL_SHARED else 160 * 1024
     crowded = arch != 90 and (2 * tiles * block_d + tile) * tile * element_size > room
@@ -127,7 +127,7 @@ def in_token_tiles(element_size: int, block_d: int, longest: int, has_bias: bool
 
 
 class TokenConfig(NamedTuple):
-    """tile: tokens of a program. step: tokens beside them at a time."""
+    """tile: tokens of a program. step: tokens of their sequences at a time."""
 
     tile: int
     step: int

@@ -1,4 +1,4 @@
-"""The ragged family for `attention`: dense rows `[B, H, T, D]`, whole or with only the first keys real, under masks, biases and dropout.
+"""The ragged family for `attention`: dense rows `[B, H, T, D]`, with or without lengths, under masks, biases and dropout.
 
 Padded keys are neither read nor multiplied, so they may hold anything, and K and V are never copied to clear them.
 """
@@ -90,7 +90,7 @@ def _load() -> Launchers:
         if windowed.takes(args):
             return windowed.backward(args, *given, into=into)
         if bias_grad and args.bias is not None and shares_memory(args.bias):
-            # kernels add up what a stride of 0 says to be one; the caller wants a gradient of each, as much memory as this copy
+            # kernels sum the gradients of elements that share memory by a stride of 0; the caller wants one for each, which takes as much memory as this copy
             args = args._replace(bias=args.bias.clone(memory_format=torch.contiguous_format))
         *gradients, dbias = launchers.backward(of_dense(args), *given, bias_grad=bias_grad, into=into)
         if dbias is not None and args.bias is not None:

@@ -1,4 +1,4 @@
-"""Forward of ragged batches: out = softmax(scale * Q K^T + bias) V of each sequence and head, on its real tokens alone.
+"""Forward of ragged batches: out = softmax(scale * Q K^T + bias) V of each sequence and head, only on its real tokens.
 
 `forward_tile_kernel` takes the sequences of one bucket of lengths, which fit a tile whole:
 
@@ -52,7 +52,7 @@ def _whole_sequence(
     q = load_rows(query, query_strides, ROWS[0], (s, q_first, h), 0, (q_len, head_dim), TILE, BLOCK_D, MASK_D)
     k = load_rows(key, key_strides, ROWS[1], (s, k_first, h // GROUP), 0, (k_len, head_dim), TILE, BLOCK_D, MASK_D)
     v = load_rows(value, value_strides, ROWS[2], (s, k_first, h // GROUP), 0, (k_len, head_dim), TILE, BLOCK_D, MASK_D)
-    # S = scale Q K^T, in base e beside a bias: in base 2 it would overflow from 2.4e38 on
+    # S = scale Q K^T, in base e with a bias: in base 2 it would overflow from 2.4e38 on
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale if HAS_BIAS else scale * LOG2E)
     if HAS_BIAS:
         pairs = h.to(tl.int64) * bias_strides[0] + lines[:, None] * bias_strides[1] + lines[None, :] * bias_strides[2]
@@ -63,7 +63,7 @@ def _whole_sequence(
         seen &= lines[None, :] <= lines[:, None] + (k_len - q_len if CAUSAL == BOTTOM_RIGHT else 0)
     scores = tl.where(seen, scores, float("-inf"))
     row_max = tl.max(scores, 1)
-    # a query that sees no key: -inf - -inf would be NaN
+    # for a query that sees no key, -inf - -inf would be NaN
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     weights = tl.exp2((scores - shift[:, None]) * LOG2E) if HAS_BIAS else tl.exp2(scores - shift[:, None])
     total = tl.sum(weights, 1)
@@ -116,7 +116,7 @@ def masked_scores(
     q, k, beside, beside_strides, where, numbers, SHAPE: tl.constexpr, SEEN: tl.constexpr, HAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile, -inf where a pair is not seen: in base e beside a bias, for which in base 2 they would overflow from 2.4e38 on, else in base 2.
+    """Scores of a tile, -inf where a pair is not seen: in base e with a bias, for which in base 2 they would overflow from 2.4e38 on, else in base 2.
 
     MASKED: it may hold keys that do not exist or are not seen. reach: keys that query 0 sees beyond its own. beside: (mask, bias).
     """
@@ -193,7 +193,7 @@ def _key_tile(
 
 @triton.jit
 def keys_of(first, k_len, reach, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, CAUSAL: tl.constexpr):
-    """(whole, end) by causality alone: every query of a tile from `first` on sees all tiles of keys up to `whole`, and none sees any beyond `end`."""
+    """(whole, end) from causality: every query of a tile from `first` on sees all tiles of keys up to `whole`, and no query sees a key from `end` on."""
     end, whole = k_len, k_len // TILE_K * TILE_K
     if CAUSAL != FULL:
         end = tl.maximum(tl.minimum(k_len, first + TILE_Q + reach), 0)
@@ -216,7 +216,7 @@ def forward_long_kernel(
     number = sequences if DENSE else tl.load(count)
     factor = scale if HAS_BIAS else scale * LOG2E
     for item in tl.range(tl.program_id(0), number * heads * tiles, tl.num_programs(0)):
-        # tiles of one head run beside each other and share its keys and values in L2; the longest of a causal one first
+        # tiles of one head run at the same time and share its keys and values in L2; the longest of a causal one first
         tile, pair = tiles - 1 - item % tiles, item // tiles
         s, h = pair // heads, pair % heads
         if not DENSE:

@@ -135,7 +135,7 @@ def _backward_tile(
     if dbias is None:
         launches.backward_tile(call, bucket, dout, dlse, lse, gradients, None, clears).run(call)
         return
-    # each program meets one head alone where their number is a multiple of the heads; few, as each writes a tile of its own
+    # with a multiple of the heads each program has a single head; there are few programs, because each writes a tile of its own
     most = call.most(min(2, launches.backward_config(call, bucket.tile).programs))
     rows = max(1, min(most, call.sequences * (call.heads // call.group)) // call.heads)
     shares = torch.empty((rows, call.heads, bucket.tile, bucket.tile), dtype=torch.float32, device=dout.device)

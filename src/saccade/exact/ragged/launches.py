@@ -1,4 +1,4 @@
-"""The Triton launches of the ragged family: of each kernel its arguments, as the call and the bucket of lengths have them."""
+"""The Triton launches of the ragged family: each kernel's arguments, from the call and the bucket of lengths."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class Weights(NamedTuple):
 
 
 def weights(call: RaggedCall, bucket: Bucket, found: Weights) -> Launch:
-    """The weights of rows beside a bias."""
+    """The weights of rows with a bias."""
     args, (query, key), beside = call.args, call.args[:2], _beside(call)
     config = call.configs.long.get("queries") or long_config("queries", call.block_d, call.size, call.arch)
     tensors = (query, key, *beside.tensors, *_lengths(call), bucket.members, bucket.count, *found)

@@ -96,7 +96,7 @@ def place_kernel(
 
 
 def make_plan(cu_q: Tensor, cu_k: Tensor) -> Plan:
-    """The lists of a batch, int32 cu_seqlens `[B + 1]`. Those of a recorded call lie where they lie for every batch that C++ replays."""
+    """The lists of a batch, int32 cu_seqlens `[B + 1]`. In a recorded call they have the same places as for every batch that C++ replays."""
     sequences, device = cu_q.shape[0] - 1, cu_q.device
     blocks = programs = triton.cdiv(sequences, _BLOCK)
     room = sequences
@@ -134,13 +134,13 @@ def of_batch(known: LaunchCache, kind: Hashable, ends: tuple[Tensor, ...], make:
     capture = capture_id(ends[0].device)
     if any(x.is_inference() for x in ends) or not (capture or all(map(values_known, ends))) or in_compilers_graph(ends[0].device):
         return make()
-    # of a stream: another one would not wait for the kernel that fills the lists
+    # for one stream: another would not wait for the kernel that fills the lists
     stream = torch._C._cuda_getCurrentRawStream(ends[0].device.index) if ends[0].is_cuda and not capture else 0
     key, versions = (kind, stream, capture, *map(id, ends)), tuple([x._version for x in ends])
     seen = known.get(key)
     if seen is not None and seen[1] == versions and all(ref() is x for ref, x in zip(seen[0], ends, strict=True)):
         return seen[2]
-    # lists of a graph go with the offsets: they lie in its memory
+    # lists of a graph are dropped with the offsets, because they lie in its memory
     forget = (lambda _: known.pop(key, None)) if capture else None
     return known.remember(key, (tuple([weakref.ref(x, forget) for x in ends]), versions, make()))[2]
 
@@ -150,7 +150,7 @@ _NUMBERS: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 def every_sequence(offsets: Tensor, sequences: int) -> tuple[Tensor, Tensor] | None:
-    """A list of all sequences of a batch and their number, as a plan has them, without a look at the lengths; None if it cannot be had."""
+    """A list of all sequences of a batch and their number, in the form of a plan, without reading the lengths; None if that is impossible."""
     if sequences > MOST_AT_ONCE:
         return None
     found = _NUMBERS.get(offsets.device)
@@ -163,6 +163,6 @@ def every_sequence(offsets: Tensor, sequences: int) -> tuple[Tensor, Tensor] | N
             # Rows of 16 bytes: kernels are compiled apart for numbers at other addresses. Copied, which waits for the device once: other
             # streams would not wait for a kernel of this one.
             found = numbers.to(offsets.device), numbers[:, None].repeat(1, 4).to(offsets.device)
-        # another thread may have been first: C++ keeps the addresses of what stays
+        # another thread may have been first, and C++ keeps the addresses of the stored tensors
         found = _NUMBERS.setdefault(offsets.device, found)
     return lasting(found[0]), lasting(found[1][sequences], 16 * sequences, ROWS_OF_16_BYTES)

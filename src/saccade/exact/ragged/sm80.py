@@ -119,7 +119,7 @@ def backward(
     tensors = (
         query, key, value, args.cu_seqlens_q, args.cu_seqlens_k, members, count, dout, out, lse, lse if dlse is None else dlse, *gradients,
     )  # fmt: skip
-    # the last four pointers are numbers in their place: they change from call to call, while the other numbers are bound to the launch
+    # the last four pointers are numbers that change from call to call; the other numbers are bound to the launch
     numbers = (query.shape[0], key.shape[0], args.max_q, args.max_k)
     launch(*[x.data_ptr() for x in tensors], *varying(numbers, (QUERIES, KEYS, LONGEST_Q, LONGEST_K)))
     return True

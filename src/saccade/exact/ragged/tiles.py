@@ -1,4 +1,4 @@
-"""Device fragments of the ragged family: where a sequence lies, loads and stores of its rows, which pairs are visible.
+"""Device fragments of the ragged family: the rows of a sequence, their loads and stores, and which pairs are visible.
 
 A batch is ragged in one of two ways, which differ in addresses alone:
 
@@ -63,7 +63,7 @@ def inside_of(start, limit, head_dim, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
 def load_rows(
     tensor, strides, ROW: tl.constexpr, place, start, limits, TILE: tl.constexpr, BLOCK_D: tl.constexpr, MASK_D: tl.constexpr
 ):
-    """A tile of a sequence, zeros beyond its last row: what lies there belongs to another sequence and may be NaN.
+    """A tile of a sequence, with zeros beyond its last row: the memory there belongs to another sequence and may hold NaN.
 
     place: (sequence, its first row, head). limits: (rows, head dim).
     """

@@ -2,9 +2,9 @@
 
     bits[h, i, w] bit b = 1   if the weight of query i and of key 32 w + b of its sequence survives
 
-A Philox call draws four keys that lie side by side in their sequence. In a tile of tokens the sequences begin at any column. A kernel that draws
-where it computes calls Philox for each pair: four times too often, and for pairs of two sequences too. The case was 5,181 tokens in 256 sequences,
-12 heads of D = 64. Forward took 52 us with dropout and 12 without, backward 220 and 43 (H100).
+A Philox call draws four keys that lie side by side in their sequence. In a tile of tokens the sequences begin at any column. A kernel that draws as
+it computes calls Philox for each pair: four times too often, and also for pairs of two sequences. Measured with 5,181 tokens in 256 sequences, 12
+heads of D = 64: forward took 52 us with dropout and 12 without, backward 220 and 43 (H100).
 
 With a window the words of a row begin with that of the first key that it sees.
 Bytes: T H ceil(longest / 32) words at most, and a row touches ceil(length / 32) of them; with a window T H (width / 32 + 2). Source: Salmon et al.,
@@ -51,7 +51,7 @@ def survivors_kernel(
         four = (
             _survives(r0, dropout_p) + 2 * _survives(r1, dropout_p) + 4 * _survives(r2, dropout_p) + 8 * _survives(r3, dropout_p)
         )
-        whole = tl.sum(four << (4 * groups), 1)  # no two bits meet
+        whole = tl.sum(four << (4 * groups), 1)  # bits of different keys never overlap
         tl.store(bits + (h.to(tl.int64) * total + rows) * words + word, whole, mask=exist)
 
 
@@ -60,7 +60,7 @@ def survived(bits, where, queries, exist, begins, left, KEYS: tl.constexpr, DOWN
     """The weights that survive, bool `[queries, KEYS]`, or `[KEYS, queries]` with DOWN.
 
     queries: rows, with the first row of their sequence; start: the first of KEYS adjacent keys, a row too. Values for pairs of two sequences have
-    no meaning. A row needs KEYS / 32 + 1 of its words. With a load for each pair forward took 99 us, more than with a draw for each.
+    no meaning. A row needs KEYS / 32 + 1 of its words. With a load for each pair forward took 99 us, more than with a draw for each pair.
     """
     h, total, words = where
     first, start = begins

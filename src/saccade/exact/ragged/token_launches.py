@@ -135,7 +135,7 @@ def _causal(args: VarlenArgs) -> bool:
 
 
 def _alignment(args: VarlenArgs) -> int:
-    # a window needs no other kernel for its alignment; what has none is compiled as ever
+    # a window needs no other kernel for its alignment; kernels without a window are unchanged
     if not has_window(args):
         return args.causal
     return UPPER_LEFT if _causal(args) else FULL
@@ -146,7 +146,7 @@ def words_of(call: RaggedCall) -> int:
     args = call.args
     if args.seed is None:
         return 0
-    longest = max(args.max_q, args.max_k)  # C++ tells kinds apart by both together
+    longest = max(args.max_q, args.max_k)  # C++ distinguishes kinds by both together
     words = -(-(pow2(longest) if longest <= TILES[-1] or has_window(args) else args.max_k) // 32)
     # with a window those from the word that the first key in the window of a row lies in
     return min(words, sum(_window(call)) // 32 + 2) if has_window(args) else words

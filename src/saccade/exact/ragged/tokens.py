@@ -106,7 +106,7 @@ def _next(bounds, total, begin, stop, behind, low, found_nan, alone):
 
 @triton.jit
 def _has_nan(tile):
-    # over all at once: of a maximum of maxima Triton 3.6 makes no program for sm_100
+    # one reduction over all axes: Triton 3.6 cannot compile a maximum of maxima for sm_100
     return tl.max((tile != tile).to(tl.int32)) != 0
 
 

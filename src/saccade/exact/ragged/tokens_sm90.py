@@ -1,8 +1,8 @@
 """Token tiles in CUDA C++ (`cuda/tokens_*.cu`), for sm_90: what they take, and their launches.
 
-A warp takes 16 tokens and multiplies the rows of their sequences alone, where Triton's programs of four warps multiply those of 64 tokens. All rows are
-asked for at once. Each block finds the bounds of its tokens. The draw of dropout is that of the Triton kernels, which take what these decline: windows,
-D beyond 64 or not a multiple of 8, tensors that 16-byte copies cannot address.
+A warp takes 16 tokens and multiplies only the rows of their sequences, where Triton's programs of four warps multiply those of 64 tokens. All rows are
+requested together. Each block finds the bounds of its tokens. The draw of dropout is that of the Triton kernels, which take what these decline:
+windows, D beyond 64 or not a multiple of 8, tensors that 16-byte copies cannot address.
 """
 
 from __future__ import annotations

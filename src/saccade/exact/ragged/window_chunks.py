@@ -35,7 +35,7 @@ def _any_size(call: RaggedCall) -> int:
     """The most tokens of a sequence in any batch for which a recorded call is planned; 0: it is planned for its own batch."""
     if not is_recorded():
         return 0
-    # Memory of lists is counted by the tokens of queries. The map of a single token says nothing of the distance to the next.
+    # Memory of lists is counted by the tokens of queries. A map of a single token does not hold the distance to the next.
     if not _same(call) or call.total_q == 1:
         refuse()
         return 0
@@ -60,7 +60,7 @@ def _delta(call: RaggedCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse
         if every is not None:
             launches.row_sums(call, Bucket(0, *every), dout, dlse, out, lse, delta).run(call)
         return delta
-    refuse()  # numbers of sequences that a captured graph does not find
+    refuse()  # without a list of all sequences, as in a capture, this launch fits only batches of so many tokens
     return delta_of(dout.transpose(0, 1)[None], out.transpose(0, 1)[None], dlse)[0]
 
 

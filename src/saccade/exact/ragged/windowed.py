@@ -1,6 +1,6 @@
 """Dense rows with a sliding window by the kernels of packed tokens: every row is a sequence of Tq tokens.
 
-Rows that are views of `[B, T, H, D]` are read and written where they lie; others are copied.
+Rows that are views of `[B, T, H, D]` are read and written in place; others are copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The family as a backend of `attention`: what it declines, and where `auto` takes it. Imports torch alone."""
+"""The family as a backend of `attention`: what it declines, and where `auto` takes it. Imports only torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from saccade.launch.triton import pow2
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LONGEST_SHORT = 128  # tokens that the backend `short` takes
-# Pairs of a query and a key (B * H * Tq * Tk) below which the time of an eager call is host time. Python launches these kernels, so torch's function
-# needs less of it. The bound of forward is an estimate, from about 1e9 pairs a millisecond. With backward it follows the table: 67 million pairs took
-# 1.45 ms and torch's 0.77, and 90 million took 1.63 and torch's 2.27.
+# Pairs of a query and a key (B * H * Tq * Tk) below which host time decides. Python launches these kernels, so torch's function needs less of it. The
+# bound of forward is an estimate, from about 1e9 pairs a millisecond. With backward it follows the table: 67 million pairs took 1.45 ms and torch's
+# 0.77, and 90 million took 1.63 and torch's 2.27.
 FEWEST_PAIRS, FEWEST_PAIRS_GRAD = 2**24, 5 * 2**24
 MEASURED_HEAD_DIM = 64
 
@@ -47,7 +47,7 @@ def _prefers(problem: Problem) -> bool:
 
 
 def _rule(problem: Problem) -> Rule:
-    """Calls for which `auto` takes these kernels: those of the table in which they are faster than torch's function, and what lies between."""
+    """Calls for which `auto` takes these kernels: those of the table in which they are faster than torch's function, and sizes between them."""
     if problem.device_type != "cuda":
         return Rule("the interpreter is for tests")
     longest = max(problem.q_len, problem.kv_len)

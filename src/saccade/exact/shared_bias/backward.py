@@ -3,9 +3,9 @@
     P = exp(S - lse)        dS = P * (dP - delta)       dP = dO V^T, delta = rowsum(dO * O) - dlse
     dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K, dbias = sum of dS over the rows and heads that share it
 
-`rows_kernel` writes three numbers for each query. A program of `keys_kernel` owns a tile of keys and walks the queries. It holds scores keys
-down, so that P and dS are left factors of dV and dK as they are. A program of `queries_kernel` owns a tile of queries of a row and walks the
-keys. One of `bias_kernel` (`bias_gradient.py`) owns a tile of the bias and walks the rows.
+`rows_kernel` writes three numbers for each query. A program of `keys_kernel` owns a tile of keys and walks the queries. Its score tiles have keys as
+rows, so that P and dS are the left factors of dV and dK without a transpose. A program of `queries_kernel` owns a tile of queries of a row and walks
+the keys. One of `bias_kernel` (`bias_gradient.py`) owns a tile of the bias and walks the rows.
 
 No atomics: each sum is complete in one program, or a float32 part of it that torch adds up in order.
 """
@@ -99,7 +99,7 @@ def keys_kernel(
     """dK and dV of a tile of keys, over the queries of all heads of its group. EVEN: tiles hold no queries that do not exist. COPIED: the bias is a copy with
     the queries of a key side by side, for whole tiles.
 
-    Numbers of a key that the row does not see lie in rows of their own, which are cleared at the end.
+    A key that the row does not see affects only its own row of dK and dV, which is cleared at the end.
     """
     tiles, owners = tl.cdiv(kv_len, TILE_K), heads // GROUP
     first, pair = tl.program_id(0) % tiles * TILE_K, tl.program_id(0) // tiles

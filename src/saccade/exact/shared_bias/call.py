@@ -1,4 +1,4 @@
-"""The facts that the launches of a call share, worked out once for a signature: strides, features, and who shares the bias."""
+"""The facts that the launches of a call share, worked out once for a signature: strides, features, and which rows share the bias."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from saccade.exact.shared_bias.config import WIDEST, Config, config_of
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.triton import pow2
 
-# rows and heads that share a bias, from which a copy with dense rows of whole tiles pays: it is read and written once
+# if at least this many rows and heads share a bias, a copy padded to whole tiles pays for itself
 _SHARING = 4
 
 
@@ -73,7 +73,7 @@ class SharedBiasCall:
         self.inputs = tuple([x.stride()[:3] for x in given[:3]])
 
     def _rows_of(self, bias: Tensor) -> Tensor:
-        """A bias `[W, ..]` of rank 4. One that was expanded over the batch is one row, unless the gradient of each row is asked for."""
+        """A bias `[W, ..]` of rank 4. A bias that was expanded over the batch counts as one row, unless each row needs a gradient."""
         bias = bias[(None,) * (4 - bias.dim())]
         shared = bias.shape[0] == self.batch and bias.stride(0) == 0 and not self.bias_grad
         return bias[:1] if shared else bias
@@ -105,7 +105,7 @@ class SharedBiasCall:
         return copy, (strides, *self.numbers[1:])
 
     def once(self, name: str, strides: tuple, make: Callable[[], Any]) -> Any:
-        """The plan of a launch, worked out once. strides: of the tensors that may lie otherwise in another call of the signature."""
+        """The plan of a launch, worked out once. strides: of the tensors whose layout may differ in another call of the signature."""
         found = self._remembered.get((name, strides))
         if found is None:
             found = self._remembered[name, strides] = make()
@@ -137,7 +137,7 @@ def call_of(args: AttentionArgs, config: Config | None, bias_grad: bool, may_cop
 
 
 def _widened(rows: Tensor) -> Tensor:
-    """A dense copy whose last dimension is filled up to whole tiles. To pad by nothing would be a copy too."""
+    """A dense copy whose last dimension is filled up to whole tiles. Padding by 0 would copy too."""
     missing = -rows.shape[-1] % WIDEST
     return (F.pad(rows, (0, missing)) if missing else rows).contiguous()
 

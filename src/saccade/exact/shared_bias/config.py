@@ -1,4 +1,4 @@
-"""Shapes of the launches of the family: which are taken, and a way to force others while measuring. Imports torch alone."""
+"""Launch shapes of the family, and a way to force others while measuring. Imports only torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 MAX_HEAD_DIM = 128
 _WIDE_ACCUMULATORS = (90, 100, 103)
-# tiles of keys are no wider, and tiles of queries no longer
+# the widest tile of keys, and the longest tile of queries
 WIDEST = 128
 
 
@@ -27,7 +27,7 @@ class Config:
     """The shapes of a call, of each kernel.
 
     programs: that a multiprocessor is given of the kernel that sums the gradient of the bias; they share the rows.
-    turns: whether dK and dV read a copy of a shared bias with the queries of a key side by side, as their scores lie.
+    turns: whether dK and dV read a copy of a shared bias with the queries of a key side by side, like their scores.
     """
 
     forward: Shape
@@ -42,8 +42,8 @@ class Config:
         return f"forward {self.forward}, dK and dV {self.keys}, dQ {self.queries}, dbias {self.bias}{turned}"
 
 
-# D up to -> shapes in 16 bits. Those of D = 32 and 64 are the best of some thirty on one H100, 128 to 1,024 tokens (docs/notes/shared_bias.md); the others
-# were chosen by what the compiler says of registers.
+# D up to -> shapes in 16 bits. Those of D = 32 and 64 are the best of some thirty on one H100, 128 to 1,024 tokens (docs/notes/shared_bias.md). The others
+# were chosen by the compiler's register counts.
 TABLE = {
     32: Config(Shape(64, 64, 4, 3), Shape(32, 64, 4, 3), Shape(64, 64, 4, 3), Shape(64, 64, 4, 3), programs=8, turns=True),
     64: Config(Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 4, 3), Shape(64, 64, 4, 3)),

@@ -113,7 +113,7 @@ def forward_kernel(
     GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_VISIBLE: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr, MASK_D: tl.constexpr, WIDE: tl.constexpr, WIDE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of a tile of queries. Tiles of one head lie beside each other, and share its keys and values in L2."""
+    """out and lse of a tile of queries. Tiles of one head are adjacent, and share its keys and values in L2."""
     tiles = tl.cdiv(q_len, TILE_Q)
     first, pair = tl.program_id(0) % tiles * TILE_Q, tl.program_id(0) // tiles
     b, h = pair // heads, pair % heads

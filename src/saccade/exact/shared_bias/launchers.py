@@ -69,8 +69,8 @@ def rows_of(
     config: Config | None = None,
     may_copy: bool = True,
 ) -> Rows:
-    """The numbers from which weights are taken again, for the kernels of backward, those of other families too. may_copy: as of `SharedBiasCall`; the
-    kernel of the numbers itself reads the bias of rows with a far lse alone."""
+    """The numbers from which backward recomputes weights, also for kernels of other families. may_copy: as of `SharedBiasCall`; the kernel of the
+    numbers reads only the bias of rows with a far lse."""
     args, dout = _with_dense_rows(args), dense_last(dout)
     call = call_of(args, config, bias_grad, may_copy)
     given = call.given(args)
@@ -92,7 +92,7 @@ def bias_gradient(call: SharedBiasCall, given: Given, dout: Tensor, numbers: Ten
 def _with_dense_rows(args: AttentionArgs) -> AttentionArgs:
     rows = [dense_last(x) for x in args[:3]]
     same = all(x is y for x, y in zip(rows, args[:3], strict=True))
-    # copies lie otherwise than the prepared call says
+    # copies have other strides than the prepared call holds
     return args if same else args._replace(query=rows[0], key=rows[1], value=rows[2], launches=None)
 
 

@@ -8,7 +8,7 @@ from saccade.launch.survivors import of_four_keys
 
 LOG2E = tl.constexpr(constants.LOG2E)
 LN2 = tl.constexpr(constants.LN2)
-# beyond it neighbouring float32 numbers are more than 1e30 apart, so weights are 0 or 1 whatever scores are multiplied by
+# beyond it neighbouring float32 numbers are more than 1e30 apart, so weights are 0 or 1 for any factor
 EXTREME = tl.constexpr(1e37)
 
 

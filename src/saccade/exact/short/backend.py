@@ -36,7 +36,7 @@ def _why_not(problem: Problem) -> list[str]:
     if problem.rank != 4:
         reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
     if reasons and torch.compiler.is_compiling():
-        return reasons  # lengths may be symbols, and a comparison would be a guard of the graph
+        return reasons  # lengths may be symbols, and a comparison would add a guard to the graph
     if max(problem.q_len, problem.kv_len) > SHORT_TOKENS:
         reasons.append(f"needs Tq and Tk of at most {SHORT_TOKENS}, got {problem.q_len} and {problem.kv_len}")
     if not 1 <= problem.head_dim <= MAX_HEAD_DIM:
@@ -135,7 +135,7 @@ def _slower(problem: Problem) -> Rule | None:
     return Rule(said, table("short_sizes", *(square(s, 64, 3072) for s in (77, 128)), card="h200"))
 
 
-# of what a table that was measured again since does not have any more
+# these rows are missing from the table since it was measured again
 _EARLIER = "in an earlier table, whose rows are not committed now"
 
 

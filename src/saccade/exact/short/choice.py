@@ -10,8 +10,7 @@ from saccade.hardware import multiprocessors, usual_multiprocessors
 from saccade.launch.disabled import failure_of
 from saccade.nvrtc import obstacles
 
-# programs per multiprocessor in the configurations for a shared bias; those configurations are used if there is work for that
-# many
+# programs per multiprocessor in the configurations for a shared bias, which are used only if there is work for so many programs
 _SHARED_BIAS_PROGRAMS = 4
 # batch x heads from which the table LARGE applies: TMA descriptors cost host time, and the kernel must run longer than that.
 # Inferred, not timed by itself: 8,192 problems of S = 64, D = 32 took 0.62 ms a step. The large table scales to 0.1 ms on the device.
@@ -73,7 +72,7 @@ def shared_bias_programs(problem: Problem, programs_per_sm: int) -> int:
         return 0
     groups, sharing = (problem.heads * windows, problem.batch // windows) if windows else (problem.heads, problem.batch)
     chunks = programs_per_sm * _multiprocessors(problem) // groups
-    if windows and programs_per_sm:  # heads of windows beyond the programs that fit at once read their bias once all the same
+    if windows and programs_per_sm:  # heads of windows beyond the programs that fit at once still read their bias only once
         chunks = max(chunks, 1)
     return groups * chunks if 0 < chunks < sharing else 0
 

@@ -167,7 +167,7 @@ SHARED_BIAS: dict[tuple[str, int, int], Config] = {
 }
 
 # a boolean mask, or a bias of one row for all queries: split into query blocks, S = 128 at D = 32 takes 5,500 instructions instead of 900 and
-# spills. Under a mask eight warps take 0.19 ms for 12,288 problems where four took 1.07; beside a bias 0.15 ms for
+# spills. Under a mask eight warps take 0.19 ms for 12,288 problems where four took 1.07; with a bias 0.15 ms for
 # 8,192 on an H100, where four took 0.68 on an H200
 UNSPLIT: dict[tuple[str, int, int], Config] = {
     ("fwd", 128, 32): Config(8),

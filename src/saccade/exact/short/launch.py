@@ -54,7 +54,7 @@ class Launch:
 
     def _launch(self, tensors: tuple[Tensor, ...]) -> None:
         if self.runner is not None:
-            # addresses and not tensors: given a tensor, the launcher fetches its address again and checks it with the driver
+            # addresses, not tensors: for a tensor the launcher fetches the address again and checks it with the driver
             self.runner(*(self.arguments(tensors) if self.descriptors else [t.data_ptr() for t in tensors]), *self.static)
         else:
             compiled = first_launch(self.kernel, self.grid, (*self.arguments(tensors), *self.static), self.options)
@@ -73,7 +73,7 @@ class Launch:
 
     def _note(self, recorder: Any, tensors: tuple[Tensor, ...]) -> None:
         if self.descriptors:
-            recorder.refused = True  # C++ makes none as Triton's
+            recorder.refused = True  # C++ cannot make Triton's descriptors
             return
         recorder.triton(self.compiled, self.grid, tensors, (*[t.data_ptr() for t in tensors], *self.static))
 
@@ -170,7 +170,7 @@ def row_strides(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, ...]], tuple
     Arguments are (batch, head), and the row stride is a constant of the compiled kernel. In the layout `[T, B, H, D]`, tokens outside the
     batch, the row stride depends on the number of sequences. If all tensors have it, the row stride is the third argument and its constant is 0.
     """
-    several = [t for t in tensors if t.shape[2] > 1]  # the row stride of one token says nothing
+    several = [t for t in tensors if t.shape[2] > 1]  # the row stride of a single token has no meaning
     outside = bool(several) and all(t.stride(0) < t.stride(2) < _FARTHEST for t in several)
     kept = 3 if outside else 2
     return [t.stride()[:kept] for t in tensors], tuple([0 if outside else t.stride(2) for t in tensors])

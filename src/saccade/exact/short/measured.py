@@ -1,11 +1,11 @@
-"""Rows that show what the kernels of `short` gain, by what a call asks for: the nearest that were measured."""
+"""The measured rows nearest to a call, which show what the kernels of `short` gain for its features."""
 
 from __future__ import annotations
 
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Row, Source, square, table
 
-# what a description in a table says of a call, and whether the call has it; the first that it has decides
+# a feature as tables describe it, and a test of a call for it; the first match decides
 _FEATURES = (
     ("bias[", lambda p: p.mask == "bias"),
     ("mask[", lambda p: p.mask == "bool"),

@@ -133,7 +133,7 @@ def prefetch_tile(
 ):  # fmt: skip
     """Prefetch into L2 the tile of problem (b, h) that a later program will read, with one request for each 128-byte line."""
     WIDTH: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-    # assumes that adjacent heads are side by side in memory, as this is only a hint
+    # assumes that adjacent heads are adjacent in memory; a wrong address is harmless, because this is only a hint
     LINES: tl.constexpr = max(COLS * WIDTH * HEADS // 128, 1)
     ptr += b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     rows = tl.minimum(tl.arange(0, ROWS), row_limit - 1).to(tl.int64) * row_stride(strides, ROW)

@@ -116,7 +116,7 @@ def _windows() -> list[Case]:
 
 
 def _sliding() -> list[Case]:
-    """Sliding windows, among them some of no keys beside a query, and with more queries than keys."""
+    """Sliding windows, also with only the query's own key, and with more queries than keys."""
     return [
         _case("sliding", (2, 2, 2, 150, 150, 16), "quick", window=(9, 20), lse_grad=True),
         _case("sliding-causal-grouped-dropout", (1, 4, 2, 70, 70, 24), window=(33, None), is_causal=True, dropout_p=0.2),

@@ -85,7 +85,7 @@ def check_calls(
 
 
 def _with_coarse_lse(result: Result) -> Result:
-    """The result with a budget for the exponential of torch's function, if it misses its budget by that alone."""
+    """The result with a budget for the exponential of torch's function, if only that makes it miss its budget."""
     if result.name != "lse" or result.ok or result.reason != BEYOND or result.error > _COARSE_LSE:
         return result
     return replace(result, budget=_COARSE_LSE, ratio=result.error / _COARSE_LSE, ok=True, reason="")
@@ -94,7 +94,7 @@ def _with_coarse_lse(result: Result) -> Result:
 def compare(
     case: Case, inputs: Inputs, actual: Outputs, seed: int = 0, lse: bool = True, roundings: Roundings = UNAVOIDABLE
 ) -> list[Result]:
-    """Judge outputs of a run on `inputs`, all or some; roundings: those that its kernels have beside the ones that none avoids."""
+    """Judge outputs of a run on `inputs`, all or some; roundings: those of its kernels besides the unavoidable ones."""
     baseline = baseline_of(case, inputs, seed, lse, roundings)
     return judge_all(actual, oracle_of(case, inputs, seed, lse), baseline.only(actual), inputs.query.dtype)
 

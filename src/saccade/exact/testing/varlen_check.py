@@ -1,6 +1,6 @@
 """The error budget of `attention_varlen`: that of `attention` for the same batch padded, where padding is hidden by a mask.
 
-The oracle and the baseline are the dense ones (`saccade.exact.testing.check` tells the rule), so nothing of the packed code judges itself.
+The oracle and the baseline are the dense ones (`saccade.exact.testing.check` has the rule), so the packed code never judges itself.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def run_packed(
 
 
 def _rows(lengths: tuple[int, ...], longest: int, device: torch.device) -> Tensor:
-    """The places of the tokens of packed sequences in padded ones, `[T]`. Made on the CPU: to look for them on a GPU would wait for it."""
+    """The places of the tokens of packed sequences in padded ones, `[T]`. Made on the CPU, because finding them on a GPU would wait for it."""
     return torch.tensor([row * longest + t for row, n in enumerate(lengths) for t in range(n)], dtype=torch.int64).to(device)
 
 

@@ -250,7 +250,7 @@ def attention_varlen_qkvpacked(
 
 
 def _attention_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention_varlen` of DTensors: heads may be sharded, tokens may not, as sequences would cross ranks."""
+    """`attention_varlen` of DTensors: heads may be sharded, tokens may not, because sequences would cross ranks."""
     query, key, value = call[:3]
     check_tensors(query, key, value)
     if not query.dim() == key.dim() == value.dim() == 3:
@@ -265,7 +265,7 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
     query, key, value, cu_seqlens_q, cu_seqlens_k = call[:5]
     attn_bias, window, known = call[_BIAS], call[_WINDOW], None
     if window is not None:
-        # as plain numbers, by which a call is remembered
+        # as plain numbers, which the signature holds
         window = check_window(window)
         call = (*call[:_WINDOW], window, *call[_WINDOW + 1 :])
     if attn_bias is None and not traced():
@@ -280,7 +280,7 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
     same = cu_seqlens_k is cu_seqlens_q
     numbers = (problem.max_q, problem.max_k, problem.dropout_p, problem.causal, problem.scale, *ends_of(problem.window))
     rest = (attn_bias, draw_seed(problem, chosen), *numbers)
-    # one tensor stays one, converted or not: its lists are made once
+    # one tensor stays one tensor, converted or not, so that its lists are made once
     args = VarlenArgs(query, key, value, offsets_q, offsets_q if same else offsets_k, *rest)
     recorder = None if known is None else replay.begin(prepared, known, args)
     out, lse = OPS.run(prepared, args, qkv, recorder)
@@ -289,7 +289,7 @@ def attend(call: tuple, qkv: Tensor | None = None) -> Tensor | tuple[Tensor, Ten
     if not problem.return_lse or lse is None:
         return out
     if chosen.attend is None:
-        # behind the last sequence kernels write zeros into out, and leave lse as memory was
+        # behind the last sequence, kernels write zeros into out but leave lse uninitialised
         lse = lse.masked_fill(~Behind(args.cu_seqlens_q, False).real(query)[:, 0], float("-inf"))
     return out, lse
 

@@ -17,7 +17,7 @@ from saccade.exact.args import AttentionArgs, windows_of
 FULL, UPPER_LEFT, BOTTOM_RIGHT, FULL_BOTTOM_RIGHT = 0, 1, 2, 3
 ALIGNED_LAST = (BOTTOM_RIGHT, FULL_BOTTOM_RIGHT)
 HIDE_LATER = (UPPER_LEFT, BOTTOM_RIGHT)
-# those that C++ knows, as words
+# the names by which C++ compares them
 ALIGNMENTS = ("full", "upper", "lower", "full lower")
 _BY_HEADS = Dims(None, 1)
 

@@ -104,9 +104,9 @@ def _why_no_mask(problem: VarlenProblem, window: Window) -> list[str]:
 
 
 def _attend_grouped(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, None]:
-    """A call for all sequences of as many queries and keys, of their real tokens alone."""
+    """One call for all sequences with equal numbers of queries and of keys, with only their real tokens."""
     if not has_values(args.cu_seqlens_q):
-        return reference.attend(args)[0], None  # there are no lengths, and only the shape is asked for
+        return reference.attend(args)[0], None  # there are no lengths, and only the shape matters
     groups = group_by_lengths(args.cu_seqlens_q.cpu(), args.cu_seqlens_k.cpu())
     out = args.query.new_zeros((args.query.shape[0], args.query.shape[1], args.value.shape[2]))
     if groups.sizes:
@@ -117,7 +117,7 @@ def _attend_grouped(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, N
                 out.index_copy_(0, place, part)
         else:
             out = out.index_copy(0, torch.cat(places), torch.cat(list(outs)))
-    # where every sequence lacks queries or keys nothing was computed, and backward would find no way to the inputs: their gradients are 0
+    # if every sequence lacks queries or keys, nothing was computed, and backward would not reach the inputs, whose gradients are 0
     return (out if out.requires_grad or not problem.needs_grad else out + _nothing_of(args)), None
 
 
@@ -205,7 +205,7 @@ def _band(args: VarlenArgs, q_len: int, k_len: int) -> Band:
 
 
 def _nothing_of(args: VarlenArgs) -> Tensor:
-    """0, computed from no number of any input."""
+    """0, computed from empty slices of the inputs."""
     given = (args.query, args.key, args.value, *(() if args.bias is None else (args.bias,)))
     return torch.stack([x.reshape(-1)[:0].sum().to(args.query.dtype) for x in given]).sum()
 

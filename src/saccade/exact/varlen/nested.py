@@ -44,7 +44,7 @@ def attention_nested(
     # all tokens together are a bound that no sequence exceeds
     bound, bound_key = (x.shape[0] if found is None else int(found) for x, found in ((tokens, longest), (keys, longest_key)))
     ends = offsets.to(torch.int32)
-    # one tensor stays one: its lists by length are made once
+    # one tensor stays one tensor, so that its lists by length are made once
     key_ends = ends if key_offsets is offsets else key_offsets.to(torch.int32)
     out = attention_varlen(
         tokens,

@@ -54,10 +54,10 @@ class VarlenProblem:
 
     @property
     def device(self) -> torch.device:
-        """The device that all tensors of the call lie on."""
+        """The device of all tensors of the call."""
         return torch.device(self.device_type) if self.device_index is None else torch.device(self.device_type, self.device_index)
 
-    # what dispatch asks of every description
+    # attributes that dispatch reads from every description
     @property
     def batch_shape(self) -> tuple[int, ...]:
         return (1,)
@@ -239,7 +239,7 @@ def on_the_host(query: Tensor, *offsets: Any) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         return False
-    # what is no tensor is refused when the call is described
+    # anything but a tensor is refused when the call is described
     return torch._C._functorch.peek_interpreter_stack() is None or not any(isinstance(x, Tensor) and _mapped(x) for x in offsets)
 
 

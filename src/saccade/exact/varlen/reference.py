@@ -43,7 +43,7 @@ def _rows(offsets: Tensor, longest: int) -> tuple[Tensor, Tensor]:
 
 def _padded(tokens: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
     """`[B, H, longest, D]` with zeros in the padding."""
-    if tokens.shape[0] == 0:  # one row to look up; a tensor of zeros would cut the way of the gradient to `tokens`
+    if tokens.shape[0] == 0:  # one row to look up; a tensor of zeros would cut the gradient's path to `tokens`
         tokens = torch.cat((tokens, tokens.new_zeros((1, *tokens.shape[1:]))))
     real = torch.arange(rows.shape[1], device=tokens.device) < lengths[:, None]
     padded = tokens[rows.clamp(max=tokens.shape[0] - 1)]
@@ -55,7 +55,7 @@ def _packed(padded: Tensor, args: VarlenArgs, other: float) -> Tensor:
     tokens = torch.arange(args.query.shape[0], device=padded.device)
     ends = args.cu_seqlens_q[1:].contiguous()
     if ends.numel() == 0 or args.max_q == 0:
-        # the sum is that of nothing, 0, and a way for the gradient
+        # an empty sum is 0 and keeps the gradient's path
         return padded.new_full((tokens.shape[0], *padded.shape[2:]), other) + padded.sum()
     # how many sequences end at or before each token; searchsorted and clamp would make a symbolic number of sequences a constant
     ended = tokens.new_zeros(tokens.shape[0] + 1).index_add(0, ends.long(), torch.ones_like(ends, dtype=torch.long))

@@ -43,7 +43,7 @@ def begin(prepared: Prepared, call: tuple, args: VarlenArgs) -> Recorder | None:
     replays = chosen.replays and not prepared.problem.return_lse
     given = all(any(x is offsets for x in call) for offsets in (args.cu_seqlens_q, args.cu_seqlens_k))
     if native.calls is not None and not (replays and given):
-        return None  # offsets that were converted are of this call alone
+        return None  # converted offsets belong only to this call
     return begin_recording(prepared, call, chosen.limits is not None and chosen.limits(args)[-1])
 
 

@@ -1,4 +1,4 @@
-"""The Volta kernels as a backend: what they decline. Imports torch alone."""
+"""The Volta kernels as a backend: what they decline. Imports only torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _why_not(problem: Problem) -> list[str]:
     if not is_normal_scale(problem.scale):
         reasons.append(f"needs a positive scale that is normal in float32, got {problem.scale}")
     if reasons and torch.compiler.is_compiling():
-        return reasons  # lengths may be symbols, and a comparison would be a guard of the graph
+        return reasons  # lengths may be symbols, and a comparison would add a guard to the graph
     # backward has a block for each 64 keys and head, forward for 128 queries; `delta` for 32 rows
     blocks = problem.batch * problem.heads * -(-max(problem.q_len, problem.kv_len) // 32)
     if blocks > _MOST_BLOCKS:
@@ -50,7 +50,7 @@ def _device_reasons(problem: Problem) -> list[str]:
         return [f"needs a CUDA device, got {problem.device_type}"]
     if problem.arch < 70:
         return [f"needs tensor cores, of sm_70 and later; this device is sm_{problem.arch}"]
-    # late: to import the compiler is to import torch.compile
+    # imported late: importing the compiler imports torch.compile
     from saccade.errors import InvalidArgument
     from saccade.nvrtc import architecture_for, obstacles
 
@@ -109,7 +109,7 @@ VOLTA = Backend(
 )
 
 # Products are added in float16, forward and backward: relative errors of 0.1 to 0.2 % where VOLTA has 0.03 %, and sums beyond 65,504 are infinite.
-# So it is taken by name alone.
+# So it is used only by name.
 HALF_SUMS = Backend(
     name="volta_fp16",
     operation="attention",

@@ -1,4 +1,4 @@
-"""Launchers of the Volta kernels. A `CudaLaunch` is all that a launch needs, so that it can be looked at, or run elsewhere, without a GPU."""
+"""Launchers of the Volta kernels. A `CudaLaunch` holds everything that a launch needs, so that it can be inspected, or run elsewhere, without a GPU."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def backward(
     packed: Tensor | None,
     half_sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv (views of `packed`, if given) and dbias; deterministic under `torch.use_deterministic_algorithms`. half_sums: as forward had it, since
-    scores have to be those that lse is of."""
+    """dq, dk, dv (views of `packed`, if given) and dbias; deterministic under `torch.use_deterministic_algorithms`. half_sums: as in forward, because
+    lse must fit the recomputed scores."""
     assert out is not None  # the backend saves it
     dq, dk, dv = (empty_like_heads(x) for x in args[:3]) if packed is None else unpack(packed)
     if args.query.numel() == 0 or args.key.numel() == 0:
@@ -137,7 +137,7 @@ def backward_call(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, dout: Tensor,
     shift: Tensor, delta: Tensor, far: Tensor, dquery: Tensor | None, dkey: Tensor, dvalue: Tensor, features: Features, arch: int,
 ) -> CudaLaunch:  # fmt: skip
-    """The launch of `volta_backward`; dquery float32 `[B, H, Tq, D]`, None for dK and dV alone."""
+    """The launch of `volta_backward`; dquery float32 `[B, H, Tq, D]`, None for only dK and dV."""
     batch, kv_heads, kv_len, head_dim = key.shape
     tile = backward_tile(head_dim, arch)
     tiles = -(-kv_len // OWNED_KEYS)

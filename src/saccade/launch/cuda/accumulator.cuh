@@ -1,6 +1,6 @@
 // The places of an accumulator's numbers: lane 4g + t of a warp has rows g and g + 8 of the warp's 16, written [h] for h = 0, 1, and columns 2t and 2t + 1,
 // [b], of each column group i of 8, in d[4i + 2h + b]. Warp w of a warpgroup has rows 16w .. 16w + 15. Two neighbours rounded to 16 bits share a
-// register, and four such registers are the left operand of the next product as they are.
+// register. Four such registers are the left operand of the next product, without a shuffle.
 #pragma once
 #include "numbers.cuh"
 

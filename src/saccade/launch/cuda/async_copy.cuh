@@ -12,7 +12,7 @@ __device__ __forceinline__ void copy_16(u32 to, const void* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 
-// A copy of 16 bytes of a row that is read whole: the L2 cache is told to fetch 128 bytes of the row at once.
+// A copy of 16 bytes of a row that is read completely: the L2 cache fetches 128 bytes of the row in one request.
 __device__ __forceinline__ void copy_16_of_row(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }

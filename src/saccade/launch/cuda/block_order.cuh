@@ -2,8 +2,8 @@
 #pragma once
 
 // Thread block `index` of `blocks` for each of some problems. Block 0, which a block mask may show all tiles (BigBird's global block), takes as
-// long as dozens of others. Those of the last `early` problems come first, so that none of them is left to run alone; all other blocks lie by
-// problems, whose operands then stay in L2.
+// long as dozens of others. Those of the last `early` problems come first, so that none of them runs alone at the end; all other blocks are
+// ordered by problems, whose operands then stay in L2.
 __device__ __forceinline__ void order_blocks(int index, int problems, int blocks, int early, int& problem, int& block) {
     early = min(early, problems);
     int late = problems - early;

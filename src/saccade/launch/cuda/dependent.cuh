@@ -1,8 +1,8 @@
 // Programmatic dependent launch (`CudaLaunch.dependent`): a kernel starts while the one ahead of it in the stream still runs, so that launches
 // that follow each other lose neither their gap nor the time in which blocks arrive. Nothing below sm_90, where no launch is dependent.
 //
-// Every thread of a dependent kernel waits, blocks with nothing to do included: that a kernel is done has to mean that the one ahead of it
-// was, since the next waits for this one alone.
+// Every thread of a dependent kernel waits, also in blocks without work. A finished kernel must mean that the one ahead of it has
+// finished: the next kernel waits only for this one.
 #pragma once
 
 // Waits until the kernel ahead is done and all that it wrote can be read.

@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_transposed(u32* b, u32 address) {
                  : "memory");
 }
 
-// the way back: lane l gives the address of row l % 8 of matrix l / 8 (sm_90)
+// the reverse, a store: lane l gives the address of row l % 8 of matrix l / 8 (sm_90)
 __device__ __forceinline__ void store_matrices(u32 address, const u32* x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                  : "memory");

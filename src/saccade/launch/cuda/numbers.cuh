@@ -27,8 +27,8 @@ constexpr float LN2 = 0.6931471805599453f;
 constexpr float LARGEST = 3.402823466e+38f;  // finite
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// The number of the thread in its block. The read is volatile, so that what is computed from the number is computed where it is used: kept in
-// registers over a kernel, such values were spilled.
+// The number of the thread in its block. The read is volatile, so that values derived from the number are computed where they are used: kept in
+// registers over a kernel, they were spilled.
 __device__ __forceinline__ int thread_of() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
@@ -45,7 +45,7 @@ __device__ __forceinline__ int block_of() {
 // two floats rounded to a register, `low` in its low half
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 packed;
-    if constexpr (__CUDA_ARCH__ < 800 && !BFLOAT16)  // sm_70 and sm_75 convert one number at a time, and to half alone
+    if constexpr (__CUDA_ARCH__ < 800 && !BFLOAT16)  // sm_70 and sm_75 convert one number at a time, and only to half
         asm("{ .reg .f16 low, high; cvt.rn.f16.f32 low, %1; cvt.rn.f16.f32 high, %2; mov.b32 %0, {low, high}; }" : "=r"(packed) : "f"(low), "f"(high));
     else
         asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

@@ -58,7 +58,7 @@ __device__ __forceinline__ void copy_5d(u32 to, const TensorMap& map, u32 barrie
         : "memory");
 }
 
-// what this thread wrote to shared memory is seen by the copy engine and by products of a warpgroup
+// makes this thread's writes to shared memory visible to the copy engine and to warpgroup products
 __device__ __forceinline__ void fence_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -75,7 +75,7 @@ __device__ __forceinline__ void stores_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// until the shared memory of every group of this thread has been read
+// waits until the shared memory of every group of this thread has been read
 __device__ __forceinline__ void stores_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }

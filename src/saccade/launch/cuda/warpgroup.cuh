@@ -1,4 +1,5 @@
-// Warps of a thread block together, on sm_90: barriers of some of them, by number, and registers that one warpgroup leaves to others.
+// Cooperation of warps in a thread block, on sm_90: numbered barriers for some of the warps, and registers that one warpgroup cedes
+// to others.
 #pragma once
 
 // So many threads meet: those that wait here, and those that have passed. Barrier 0 is __syncthreads.
@@ -11,7 +12,7 @@ __device__ __forceinline__ void pass_barrier(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// A warpgroup takes registers, up to COUNT a thread, or leaves all beyond to others.
+// A warpgroup raises its registers to COUNT a thread, or cedes those above COUNT.
 template <int COUNT>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));

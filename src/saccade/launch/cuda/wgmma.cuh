@@ -3,8 +3,8 @@
 // m64nNk16: rows 16w .. 16w + 15 belong to warp w; lane 4g + t holds d[4i + 2h + b] = D[g + 8h][8i + 2t + b].
 // Operands in shared memory are rows of 128 bytes, swizzled (swizzle.cuh), 8 rows every 1024 bytes.
 //
-// Three things make ptxas wait after each product, in silence (look for WARPGROUP.DEPBAR after every HGMMA): a product under a
-// condition inside a loop; a first product that takes its accumulators as inputs, so it has outputs alone and scale-d 0; accumulators
+// Three things make ptxas silently wait after each product (look for WARPGROUP.DEPBAR after every HGMMA): a product under a
+// condition inside a loop; a first product that takes its accumulators as inputs, so it has only outputs and scale-d 0; accumulators
 // that other instructions write while products run.
 #pragma once
 #include "numbers.cuh"

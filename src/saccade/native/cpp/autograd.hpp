@@ -132,7 +132,7 @@ struct Backward : Node {
         for (const Tensor& tensor : tensors) addresses.push_back(start_of(tensor));
         Key key;
         describe(key, dout, call->ragged);
-        describe_starts(key, addresses);  // saved-tensor hooks may bring one memory back in two
+        describe_starts(key, addresses);  // saved-tensor hooks may return separate copies of tensors that shared memory
         const Planned* planned = nullptr;
         {
             std::lock_guard<std::mutex> lock(call->mutex);
@@ -191,7 +191,7 @@ Tensor aligned(const Tensor& gradient) {
     return fits && gradient.stride(-1) == 1 ? gradient : gradient.clone(at::MemoryFormat::Contiguous);
 }
 
-// and cuDNN's kernels one whose strides are not those of the output (`_like` in saccade/exact/sdpa.py says why)
+// cuDNN's kernels misread a gradient with strides other than the output's (`_like` in saccade/exact/sdpa.py says why)
 Tensor laid_out(const Tensor& gradient, at::IntArrayRef strides) {
     if (gradient.strides() == strides && aligned(gradient).is_same(gradient)) return gradient;
     return at::empty_strided(gradient.sizes(), strides, gradient.options()).copy_(gradient);

@@ -65,7 +65,7 @@ void describe(Key& key, const Tensor& tensor, bool ragged = false) {
 
 int64_t start_of(const Tensor& tensor) { return reinterpret_cast<int64_t>(tensor.const_data_ptr()); }
 
-// Launches are known by addresses, which do not tell tensors apart that begin in one place. So the key holds the first tensor that begins where each does.
+// Launches are recorded by address, and tensors may begin at the same one. So the key holds, for each tensor, the first that begins there.
 void describe_starts(Key& key, const std::vector<int64_t>& starts) {
     for (int64_t start : starts) key.push_back(std::find(starts.begin(), starts.end(), start) - starts.begin());
 }
@@ -125,7 +125,7 @@ struct RecordedCall {
         return !ragged || (sequences <= most_sequences && (rows * width > most) == by_lists);
     }
 
-    // puts what is launched in the place of what was given; `converted` holds it
+    // replaces given tensors by those that are launched; `converted` holds them
     void take(std::vector<const Tensor*>& tensors, std::array<Tensor, 2>& converted) const {
         if (wide) tensors[lengths] = &(converted[0] = tensors[lengths]->to(at::kInt).contiguous());
         if (expanded >= 0) tensors[expanded] = &(converted[1] = tensors[expanded]->narrow(-2, 0, 1));

@@ -1,5 +1,5 @@
 // Replays recorded calls: look-up, allocation, launch and autograd take about 5 us of host time, in Python 30 to 60. Python describes a call once (`Memory.remember`); from then on `Memory.run` replays it.
-// For whatever is new or unusual it returns None, and Python makes the call.
+// It returns None for a new or unusual call, which Python then makes.
 #include <Python.h>
 
 #include <memory>
@@ -26,7 +26,7 @@ namespace {
 // --- replays
 
 Tensor run_ours(const std::shared_ptr<RecordedCall>& call, const std::vector<const Tensor*>& tensors, bool records, const Ragged& ragged = {}) {
-    RECORD_FUNCTION("saccade::KnownAttention", c10::ArrayRef<c10::IValue>{});  // a range while a profiler runs, else the look at a flag
+    RECORD_FUNCTION("saccade::KnownAttention", c10::ArrayRef<c10::IValue>{});  // a range while a profiler runs, else one read of a flag
     const at::Device device = tensors[0]->device();
     Tensor out, lse, seed;
     if (call->ragged) {
@@ -141,18 +141,18 @@ PyObject* memory_run_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t
     END_HANDLE_TH_ERRORS
 }
 
-// --- what Python tells of a call
+// --- descriptions of calls from Python
 
-// The end of a call may run Python, for a closure or a tensor that it held; and Python may use this memory, or let another thread in that does.
-// So nothing is destroyed inside the map: what leaves it is swapped out, and ends when the map is whole again.
+// Destroying a call may run Python, for a closure or tensor that it held. Python may then use this map, or let in another thread that does.
+// So nothing is destroyed inside the map: an entry is swapped out, and destroyed once the map is consistent again.
 void store(Memory* self, Key& key, std::shared_ptr<RecordedCall> call) {
     if (call->by_lists) key.push_back(BY_LISTS);
     Calls all;
-    if (self->calls->size() >= 4096) self->calls->swap(all);  // only a stream of ever new shapes gets here
+    if (self->calls->size() >= 4096) self->calls->swap(all);  // only an endless stream of new shapes gets here
     (*self->calls)[key].swap(call);
 }
 
-// A call as `remember` and `remember_ragged` are told of it: its tensors; behind the call itself out, lse, the plan of forward, gradients, plan_backward.
+// A call as `remember` and `remember_ragged` get it: its tensors; behind the call itself out, lse, the plan of forward, gradients, plan_backward.
 std::shared_ptr<RecordedCall> described(const std::vector<const Tensor*>& tensors, PyObject* const* arguments) {
     auto call = std::make_shared<RecordedCall>();
     call->inputs = static_cast<int>(tensors.size());
@@ -302,13 +302,13 @@ PyObject* memory_checked(Memory* self, PyObject* const* arguments, Py_ssize_t co
     constexpr size_t MOST = 64;
     const Tensor& lengths = THPVariable_Unpack(arguments[0]);
     int64_t keys = PyLong_AsLongLong(arguments[1]);
-    // the newest first, which is asked for most
+    // the newest first, which is looked up most
     std::vector<Checked> all = {{c10::weak_intrusive_ptr<c10::TensorImpl>(lengths.getIntrusivePtr()), version_of(lengths), keys}};
     for (const Checked& one : *self->checked) {
         const bool same = one.tensor._unsafe_get_target() == lengths.unsafeGetTensorImpl() && one.keys == keys;
         if (!same && !one.tensor.expired() && all.size() < MOST) all.push_back(one);
     }
-    self->checked->swap(all);  // and those that are left out end here, as in `store`
+    self->checked->swap(all);  // and dropped entries are destroyed here, as in `store`
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
 }

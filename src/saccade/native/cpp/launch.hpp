@@ -55,8 +55,8 @@ struct Argument {
     int64_t value;
 };
 
-// A tensor of 16-bit numbers as the copy engine of sm_90 sees it (`saccade.nvrtc.tensor_map`), contiguous dimension first. The driver encodes the
-// map anew at each launch, since it holds the address.
+// A tensor of 16-bit numbers as the copy engine of sm_90 sees it (`saccade.nvrtc.tensor_map`), contiguous dimension first. The driver encodes the map
+// again at each launch, because it holds the address.
 struct Moved {
     Argument at;
     std::vector<int64_t> sizes;  // -2 - i for number i of a ragged call

@@ -18,7 +18,7 @@
 
 namespace {
 
-// Lengths whose values Python has found to lie in 0..keys. To look at them waits for the device, so they are known by the tensor and its version.
+// Lengths whose values Python has found to lie in 0..keys. Reading them waits for the device, so they are identified by the tensor and its version.
 struct Checked {
     c10::weak_intrusive_ptr<c10::TensorImpl> tensor;  // keeps the address from being given to another tensor
     int64_t version, keys;

@@ -20,7 +20,7 @@ struct Table {
     const int64_t* row(int64_t i) const { return numbers ? numbers + i * stride : nullptr; }
 };
 
-// False for what Python has to handle: another dtype, device, shape or layout.
+// False if Python has to handle it: another dtype, device, shape or layout.
 bool read_table(PyObject* given, int64_t rows, int64_t columns, Table& table) {
     if (given == Py_None) return true;
     if (!THPVariable_Check(given)) return false;
@@ -67,7 +67,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     int64_t* out = numbers.mutable_data_ptr<int64_t>();
     for (int64_t i = 0; i < rows; ++i) {
         const int64_t *id = ids.row(i), *real = mask.row(i), *type = types.row(i), *position = positions.row(i);
-        int64_t place = end[i], seen = 0;  // seen: tokens that are no padding, whatever the mask says of them
+        int64_t place = end[i], seen = 0;  // seen: tokens other than padding, whatever their mask
         for (int64_t j = 0; j < lasts[i]; ++j) {
             seen += id[j] != padding;
             if (real && !real[j]) continue;

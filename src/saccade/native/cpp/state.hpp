@@ -12,7 +12,7 @@
 
 namespace {
 
-// The address of a tensor's numbers; 0 if it has no memory of its own, as a wrapper of other tensors.
+// The address of a tensor's numbers; 0 if it has no memory of its own, like a wrapper of other tensors.
 int64_t address_of(const c10::TensorImpl& impl) {
     if (!impl.has_storage() || !impl.storage()) return 0;
     return reinterpret_cast<int64_t>(impl.storage().data()) + impl.storage_offset() * static_cast<int64_t>(impl.itemsize());
@@ -44,7 +44,7 @@ struct Kept {
         if (THPVariable_Unpack(now).unsafeGetTensorImpl() != impl) return false;
         return address_of(*impl) == address && form_of(*impl) == form && (!gradients || impl->requires_grad() == bool(requires_grad));
     }
-    // A walk meets thousands of cache lines that lie apart, and is bound by waiting for them one after another
+    // A walk reads thousands of scattered cache lines, and waiting for them one by one dominates its time
     void fetch() const {
         __builtin_prefetch(object);
         for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) __builtin_prefetch(reinterpret_cast<const char*>(impl) + line);
@@ -58,7 +58,7 @@ PyObject* ahead(PyObject* list, Py_ssize_t i) {
     return PyList_GET_ITEM(list, i);
 }
 
-// Takes the words and tensors of a walk down.
+// Records the words and tensors of a walk.
 struct Recorder {
     std::vector<int64_t> words;
     std::vector<Kept> tensors;
@@ -111,7 +111,7 @@ bool walk(PyObject* const* lists, Words& words) {
     return true;
 }
 
-// The number that Python gives a dict anew at each change. From 3.12 on there is none, and every dict is walked.
+// The version that Python gives a dict at each change. Python 3.12 and later have none, and every dict is walked.
 #if PY_VERSION_HEX < 0x030C0000
 int64_t version_of_dict(PyObject* dict) { return static_cast<int64_t>(reinterpret_cast<PyDictObject*>(dict)->ma_version_tag); }
 constexpr bool COUNTS_CHANGES = true;
@@ -187,7 +187,7 @@ PyObject* is_state(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-// The memory of tensors, which this does not keep alive. A weak reference keeps the storage object alone, so that no other one gets its address.
+// The memory of tensors, which this does not keep alive. A weak reference keeps only the storage object, so that no other one gets its address.
 struct Places {
     static constexpr const char* NAME = "saccade_calls.Places";
     std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, const void*>> all;

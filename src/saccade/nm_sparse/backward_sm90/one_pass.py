@@ -1,4 +1,4 @@
-"""Launchers of the backward pass that makes dQ, dK and dV of a selection at once, for sm_90a."""
+"""Launchers of the backward that computes dQ, dK and dV of a selection in one pass, for sm_90a."""
 
 from __future__ import annotations
 

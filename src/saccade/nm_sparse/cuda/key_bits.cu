@@ -5,7 +5,7 @@
 //
 // Shared memory:   | ends: the end that each warp found | wholes: the first hidden key that each warp found |
 //
-// There is no instruction but those of CUDA C++. Compiled with THREADS.
+// The source uses only CUDA C++. Compiled with THREADS.
 typedef unsigned int u32;
 
 constexpr int WARPS = THREADS / 32;

@@ -1,20 +1,20 @@
 // A mask of queries and keys as bits for the fused kernels, and which tiles and keys of it are seen at all.
 //
 // bits[problem][row][tile]: eight bytes for 64 keys, bit i of byte b for key 64 tile + 8 b + i; 0 behind the last key. tiles[problem][64 rows][64 keys]:
-// 1 where one of these rows sees one of these keys. keys[problem][key]: 1 where a row sees the key; the launch fills it with zeros, and all who write
-// it write the same.
+// 1 where one of these rows sees one of these keys. keys[problem][key]: 1 where a row sees the key; the launch fills it with zeros, and all writers
+// write the same value.
 //
 //   a warp    a tile of 64 rows and 64 keys, four rows at a time: lane 8 r + b has byte b of row r
 //
-// There is no instruction but those of CUDA C++. Compiled with THREADS, CAUSAL (a row sees no key with a larger index), WIDE (eight keys are one load:
+// The source uses only CUDA C++. Compiled with THREADS, CAUSAL (a row sees no key with a larger index), WIDE (eight keys are one load:
 // they are adjacent, at a multiple of eight bytes in every row, and kv_len is a multiple of eight).
 typedef unsigned long long u64;
 
 constexpr int WARPS = THREADS / 32;
-constexpr int BATCH = WIDE ? 8 : 2;  // loads of a lane, or eights of loads, before the first is looked at
+constexpr int BATCH = WIDE ? 8 : 2;  // loads of a lane, or groups of eight loads, before the first is used
 constexpr u64 ONES = 0x0101010101010101, LOW_SEVEN = 0x7F7F7F7F7F7F7F7F, GATHER = 0x0102040810204080;
 
-// the bytes of eight keys of a row; those behind the last key are any bytes that there are
+// the bytes of eight keys of a row; bytes behind the last key may hold anything
 __device__ __forceinline__ u64 eight_keys(const unsigned char* row, int key, int kv_len, long long column) {
     if constexpr (WIDE) return *reinterpret_cast<const u64*>(row + min(key, kv_len - 8));
     u64 found = 0;
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) query_bits(
             if (left < 8) ones = left <= 0 ? 0 : ones & ((u64(1) << (8 * left)) - 1);
             if (row >= rows) continue;
             any |= ones;
-            bits[((long long)row * key_tiles + tile) * 8 + byte] = ones * GATHER >> 56;  // no two products of ones meet in a bit
+            bits[((long long)row * key_tiles + tile) * 8 + byte] = ones * GATHER >> 56;  // no two products of ones share a bit
         }
     }
     const bool some = __any_sync(~0u, any != 0);

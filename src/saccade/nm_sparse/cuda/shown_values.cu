@@ -1,11 +1,11 @@
 // The values that the fused kernels may multiply by weights of 0, with a bias.
 //
 // shown[batch][key head][key]: 1 where all numbers of the value are finite, or where a query of the heads that share the key sees it: by the bias, the
-// block mask and causality together. So the bias is read only of keys whose values hold an infinity or NaN.
+// block mask and causality together. So the bias is read only for keys whose values hold an infinity or NaN.
 //
 //   a warp    a key of a key head: its value, then the bias of 32 queries at a time, until one sees the key
 //
-// There is no instruction but those of CUDA C++. Compiled with THREADS, CAUSAL, BLOCK (rows and columns of a tile of the block mask, 0 without one),
+// The source uses only CUDA C++. Compiled with THREADS, CAUSAL, BLOCK (rows and columns of a tile of the block mask, 0 without one),
 // VALUE_BYTES and BIAS (bytes of a number, 2 or 4), EXPONENT (the bits of a value that are all ones in an infinity or NaN), HIDDEN (the bits of a bias
 // of -inf).
 typedef unsigned int u32;

@@ -22,7 +22,7 @@ def _why_not(problem: NMSparseProblem) -> list[str]:
     if problem.pattern not in PATTERNS:
         reasons.append(f"sparse tensor cores multiply {' and '.join(PATTERNS)}, got {problem.pattern}; {_MASKED}")
     if problem.dense_first or problem.dense_recent:
-        # without their numbers, which the text of the call has: torch.compile joins no text of numbers that vary
+        # without sizes, which the text of the call has: torch.compile cannot format symbolic sizes
         reasons.append(f"prunes every group of keys, and dense_first or dense_recent exempts some; {_MASKED}")
     if problem.dtype not in _DTYPES:
         reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}; {_MASKED}")

@@ -23,9 +23,9 @@ class Sm90Config(_Config):
 
     query_steps: steps of 16 dims of S for which Q is a register operand instead of one in shared memory. persistent: one thread
     block per multiprocessor processes blocks of queries at a fixed stride; not with a block mask. overlap: select while the
-    products P V of the same warpgroup run, which costs registers for a second operand. resident: thread blocks of one warpgroup
-    that share a multiprocessor, which are for a block mask alone. early: for so many heads the first block of queries, which a
-    block mask may show all keys, comes before all others; not with is_causal.
+    products P V of the same warpgroup run, which costs registers for a second operand. resident: thread blocks of one warpgroup that share a
+    multiprocessor, only for a block mask. early: for so many heads the first block of queries, which a block mask may show all keys, comes before all
+    others; not with is_causal.
     """
 
     warpgroups: int = 3
@@ -52,7 +52,7 @@ class Sm90Config(_Config):
 
 @dataclass(frozen=True)
 class Sm80Config(_Config):
-    """`fused_sm80.cu`. warps: warps of `tall` times 16 queries each. stages: tiles of K and V held at once (1 to 4). resident:
+    """`fused_sm80.cu`. warps: warps of `tall` times 16 queries each. stages: tiles of K and V in shared memory (1 to 4). resident:
     thread blocks that should fit on a multiprocessor.
 
     With 3 or 4 stages warps wait for no barrier in each tile; not possible with a mask or in float32. query_steps: steps of 16

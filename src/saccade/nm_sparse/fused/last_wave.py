@@ -1,7 +1,7 @@
 """The last wave of thread blocks: when only a few blocks of queries remain for all multiprocessors, each is split into parts of
 its keys.
 
-4,096 blocks on 132 multiprocessors are 31 waves and 4 blocks, for which 128 multiprocessors would wait: 3 % of the time.
+4,096 blocks on 132 multiprocessors are 31 waves and 4 blocks. During these 4 blocks 128 multiprocessors would wait: 3 % of the time.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _anchor(q, tensors, strides, where, numbers, SHAPE: tl.constexpr, PRECISION:
 
 @triton.jit
 def load_anchor(shifts, inverses, rows, rows_in):
-    """(shift, inverse) of rows. Calls without a bias use lse alone, which is returned twice: their weights need no inverse."""
+    """(shift, inverse) of rows. Calls without a bias use only lse, which is returned twice: their weights need no inverse."""
     shift = tl.load(shifts + rows, mask=rows_in, other=0.0)
     inverse = tl.load(inverses + rows, mask=rows_in, other=0.0)
     return tl.where(shift == float("-inf"), 0.0, shift), inverse

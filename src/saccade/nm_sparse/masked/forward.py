@@ -68,7 +68,7 @@ def _fwd_tile(
         store_bits(bits, rows, rows_in, first, words, kept)
     scores = tl.where(kept, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # without this, a row that has seen no key yet would compute -inf - -inf
+    # otherwise a row that has seen no key yet would compute -inf - -inf
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     # the maximum is subtracted first: a score near the largest float32 times log2(e) would overflow
     weights = tl.exp2((scores - shift[:, None]) * LOG2E)

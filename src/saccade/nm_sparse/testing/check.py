@@ -132,14 +132,14 @@ def _keeps_all(case: NMSparseCase, group: int, device: torch.device) -> Tensor:
     for query in range(case.q_len):
         recent = range(max(0, query - case.dense_recent + 1), query + 1) if case.dense_recent else ()
         for key in (*range(case.dense_first), *recent):
-            if key // group < groups:  # the last group may be short: it counts with the places that no key has
+            if key // group < groups:  # the last group may be short: it counts as full
                 keeps[query][key // group] = True
     return torch.tensor(keeps, dtype=torch.bool, device=device).reshape(case.q_len, groups)
 
 
 def public_call(case: NMSparseCase, backend: str, lse: bool, scale: float | None = None) -> Runner:
     """A run of the public function."""
-    # made once: it comes from the CPU, which a call that is captured may not copy from
+    # made once: it comes from the CPU, and a capture forbids copies from pageable memory
     blocks_on = functools.cache(functools.partial(block_mask_of, case))
 
     def run(x: Inputs) -> tuple[Tensor, Tensor | None]:

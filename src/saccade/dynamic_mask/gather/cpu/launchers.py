@@ -1,7 +1,7 @@
 """Dynamic mask attention on a CPU, in C++ that is compiled for the processor at the first call (`cpp/`).
 
     for each block of 64 queries (in parallel)
-        S^T = K[list] (scale * Q)^T + score        a key a row, a query a lane; rows of K and V are read where they lie
+        S^T = K[list] (scale * Q)^T + score        a key a row, a query a lane; rows of K and V are read in place
         hide the keys that some query of the block does not see, softmax, times V[list]
 
 Numbers are float32 whatever the dtype; a result does not depend on the number of threads. Backward recomputes the weights.
@@ -144,7 +144,7 @@ def backward(
 
 
 def _check(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> None:
-    """C++ is handed addresses, so that a tensor of fewer elements would be read beyond its end. The op may be called with any."""
+    """C++ gets addresses, so a tensor with too few elements would be read beyond its end. The op may be called with any tensors."""
     if tuple(tensor.shape) != tuple(shape) or tensor.device.type != "cpu" or (dtype is not None and tensor.dtype != dtype):
         wanted = f"{'' if dtype is None else f'{dtype} of '}shape {list(shape)} on a CPU"
         raise InvalidArgument(
@@ -160,7 +160,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _threads() -> int:
-    """torch's number of threads; negative in a child of a fork, whose OpenMP has none of the threads that it believes in."""
+    """torch's number of threads; negative in a forked child, whose OpenMP lacks the threads that it still counts."""
     return -torch.get_num_threads() if native.forked else torch.get_num_threads()
 
 

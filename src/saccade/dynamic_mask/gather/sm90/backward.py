@@ -101,7 +101,7 @@ class Backward:
             stop.data_ptr(), keys, counts, wholes, dout.data_ptr(), out.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(),
             dq.data_ptr(), dk_ptr, dk_ptr + self._half, dscores.data_ptr(),
         )  # fmt: skip
-        del list_memory  # not before everything is enqueued
+        del list_memory  # only after everything is enqueued
         dk, dv = sums.to(self._dtype).unbind(0)
         return dq, dk, dv, dscores
 

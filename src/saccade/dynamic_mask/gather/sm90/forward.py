@@ -29,7 +29,7 @@ _GATHER_WARPS = 4  # the value in gather.cuh
 @dataclass(frozen=True)
 class ForwardConfig:
     """warpgroups: those that multiply, 64 rows each; stages: tiles in the ring; turns: they issue their products in turn; registers: of
-    a thread that multiplies, and of one that gathers; query_places: with two, Q of a block is copied while the one before is worked on."""
+    a thread that multiplies, and of one that gathers; query_places: with two, Q of the next block is copied during the current one."""
 
     warpgroups: int
     stages: int
@@ -101,7 +101,7 @@ def forward(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
         stop.data_ptr(), keys, counts, wholes, out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
-    del list_memory  # not before everything is enqueued
+    del list_memory  # only after everything is enqueued
     return out, lse
 
 

@@ -1,8 +1,8 @@
 """A causal call on sm_90a as a whole: selection, lists and attention in four launches and four allocations, all sizes known beforehand; and
 its backward, whose layout and launches the call knows.
 
-For eager calls that were prepared. The cost of a short call is host time, which is half as much again step by step (`launchers.watched`,
-`launchers.forward`, `launchers.backward`).
+For prepared eager calls. A short call is mostly host time, and separate steps take half as much again (`launchers.watched`, `launchers.forward`,
+`launchers.backward`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Causal:
             return None
         if torch.are_deterministic_algorithms_enabled():
             return None
-        # not dout's alone: what hooks of saved tensors give back may lie otherwise in memory than what they were given
+        # not only dout's: saved-tensor hooks may return tensors with another layout
         strides = dout.stride(), out.stride(), query.stride(), key.stride(), value.stride()
         run = self._backward.get_or_make(strides, lambda: self._make_backward(dout, out, query, key, value))
         if run is None:
@@ -108,7 +108,7 @@ class Causal:
 def find(
     query: Tensor, key: Tensor, value: Tensor, keep: int, adds_scores: bool, scale: float, launches: LaunchCache
 ) -> Causal | None:
-    """The object that runs an eager causal call; None if the call goes step by step. launches: remembered from calls that differ in data alone."""
+    """The object that runs an eager causal call; None if the call goes step by step. launches: remembered from calls that differ only in data."""
     if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16:
         return None
     return launches.get_or_make("causal", lambda: _make(query, key, value, keep, adds_scores, scale))

@@ -1,16 +1,16 @@
 // Expiry of every key, by searching sorted chunks. See expiry_cuda.py.
 //
 //   expiry_sort    a chunk of CHUNK keys in falling order of (score, position), with the tree of its merge sort
-//   expiry_find    each key of a chunk: how many rank above it in chunk after chunk, until that makes `keep`; there, at which position
+//   expiry_find    each key of a chunk: how many rank above it, chunk by chunk, until the count reaches `keep`; then the position within that chunk
 //
 // Shared memory of expiry_sort:   | entries: CHUNK | the other half of the merges: CHUNK | lefts: LEVELS x CHUNK |
 // Shared memory of expiry_find:   | ranks of BATCH chunks, of even turns | ranks of BATCH chunks, of odd turns |
 //
-// The runs that a merge sort makes of a chunk are ranges of positions in falling order. With each place of a merged run goes the number
-// of its entries before there that came from the left half: so "the c-th position among the best m entries" is one walk down the runs.
+// The runs that a merge sort makes of a chunk are ranges of positions in falling order. Each place of a merged run holds the number of earlier
+// entries that came from the left half: so "the c-th position among the best m entries" is one walk down the runs.
 //
 // Macros: CHUNK (a power of two), LEVELS (its logarithm), SEARCHERS (threads that search, a divisor of CHUNK), BATCH (chunks that are searched
-// side by side). There is no instruction but those of CUDA C++ and of dependent.cuh.
+// side by side). The source uses only CUDA C++ and the instructions of dependent.cuh.
 #include "dependent.cuh"
 
 typedef unsigned char u8;
@@ -20,7 +20,7 @@ typedef unsigned long long u64;
 
 extern __shared__ __align__(128) u8 shared_memory[];
 
-// what is kept of a sorted chunk
+// the stored parts of a sorted chunk
 struct Tree {
     u32* ranks;   // [CHUNK] in falling order; 0 for keys that are not there
     u16* order;   // [CHUNK] their places in the chunk
@@ -44,7 +44,7 @@ struct Chunk {
     }
 };
 
-// A score as a number of the same order, -0.0 equal to 0.0, at least 1. NaN, which the caller may find out later, has a place too.
+// A score as an integer of the same order, with -0.0 equal to 0.0, at least 1. NaN, which the caller may detect later, has a place too.
 __device__ __forceinline__ u32 rank_of(float score) {
     u32 bits = __float_as_uint(score + 0.0f), rank = bits >> 31 ? ~bits : bits | 0x80000000u;
     return rank ? rank : 1u;
@@ -106,8 +106,8 @@ extern "C" __global__ void __launch_bounds__(CHUNK) expiry_sort(
     for (int n = i; n < LEVELS * CHUNK / 8; n += CHUNK) reinterpret_cast<uint4*>(tree.lefts)[n] = reinterpret_cast<uint4*>(lefts)[n];
 }
 
-// How many of the CHUNK ranks of each falling list are above its threshold. Each step of a search waits for the one before, so BATCH lists
-// are searched side by side; volatile, since the compiler would do one after the other, in 2.5 times the time.
+// How many of the CHUNK ranks of each falling list are above its threshold. Each step of a search waits for the one before, so BATCH lists are
+// searched in an interleaved loop. The loads are volatile: otherwise the compiler would search one list after another, which takes 2.5 times as long.
 __device__ __forceinline__ void search(const volatile u32 (*lists)[CHUNK], const u32 (&thresholds)[BATCH], int (&found)[BATCH]) {
 #pragma unroll
     for (int n = 0; n < BATCH; n++) found[n] = 0;
@@ -139,7 +139,7 @@ __device__ __forceinline__ int find_place(const u16* lefts, int prefix, int want
     return begin;
 }
 
-// what a thread holds of the ranks of BATCH chunks, on their way to shared memory
+// a thread's part of the ranks of BATCH chunks, on its way to shared memory
 struct Ranks {
     static constexpr int MINE = CHUNK / SEARCHERS;
     u32 ranks[BATCH][MINE];
@@ -172,14 +172,14 @@ __device__ __forceinline__ int first_above(u8* trees, long long first_slot, int 
 }
 
 // stop of the keys that expire; of those that were never kept, their own position. A block has SEARCHERS keys of a chunk that follow each
-// other in rank, so that its threads search for much the same and are done at much the same time; those of the best keys come first.
+// other in rank, so that its threads do similar searches and end at about the same time; those of the best keys come first.
 extern "C" __global__ void __launch_bounds__(SEARCHERS) expiry_find(
     const int* lengths, u8* trees, int* stop, int heads, int kv_len, int chunks, int slots, int keep) {
     let_next_kernel_start();
     wait_for_kernel_ahead();
     const int slot = blockIdx.x % slots, own = slot % chunks, i = blockIdx.x / slots * SEARCHERS + threadIdx.x;
     const Chunk chunk(slot, chunks, lengths, heads, kv_len);
-    if (chunk.end <= keep || chunk.count == 0) return;  // nobody has `keep` above
+    if (chunk.end <= keep || chunk.count == 0) return;  // no key has `keep` others above it
     u32(*lists)[BATCH][CHUNK] = reinterpret_cast<u32(*)[BATCH][CHUNK]>(shared_memory);
     const long long first_slot = slot - own;
     const int used = (chunk.end + CHUNK - 1) / CHUNK;
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(SEARCHERS) expiry_find(
     next.load(trees, first_slot, 0, used);
     int begin = 0;
     if (own >= 2 * BATCH) {
-        begin = first_above(trees, first_slot, own, tree.ranks[min(i | (SEARCHERS - 1), chunk.count - 1)]);  // the least of this block's
+        begin = first_above(trees, first_slot, own, tree.ranks[min(i | (SEARCHERS - 1), chunk.count - 1)]);  // the smallest of this block's
         if (begin > 0) next.load(trees, first_slot, begin, used);
     }
     bool open = i < chunk.count;

@@ -6,7 +6,7 @@
 //
 // Shared memory:   | intervals of the collected keys: `room` pairs | their positions: `room` | of_warps: keys that each warp found in a turn |
 //
-// Compiled with THREADS. There is no instruction but those of CUDA C++ and of dependent.cuh.
+// Compiled with THREADS. The source uses only CUDA C++ and the instructions of dependent.cuh.
 #include "dependent.cuh"
 
 typedef unsigned int u32;
@@ -47,7 +47,7 @@ __device__ __forceinline__ int collect(
     now.load(start, stop, kv_len, 0);
     // `start` does not decrease: behind a key that begins too late nothing is seen
     for (int begin = 0; now.begins <= last; begin += MINE * THREADS) {
-        next.load(start, stop, kv_len, begin + MINE * THREADS);  // under way while this turn is sorted out
+        next.load(start, stop, kv_len, begin + MINE * THREADS);  // under way while this turn is processed
         u32 takes[MINE];
         int mine = 0;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Gradients of sequences beyond 128 tokens on sm_90a: one (sequence, key head) at a time a thread block, without atomics.
+// Gradients of long sequences on sm_90a: a thread block takes one (sequence, key head) at a time, without atomics.
 //
 //   P = exp(scale Q K^T - lse)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dK = scale dS^T Q    dQ = scale dS K
 //   delta = rowsum(dO O) - dlse
@@ -9,28 +9,28 @@
 //
 //   keys 0, 1   own 64 keys of a round each and form everything transposed: S^T = K Q^T, dP^T = V dO^T; P^T and dS^T stay in registers as left
 //               factors of dV and dK; dS^T goes to shared memory too
-//   queries     adds up dQ = dS K, and parks it unfinished in device memory between the rounds: each thread its own numbers, in the same order in
+//   queries     adds up dQ = dS K, and stores unfinished sums in device memory between the rounds: each thread its own numbers, in the same order in
 //               every run
-//   loads       asks for tiles, and computes delta in the first round
+//   loads       requests tiles, and computes delta in the first round
 //
 // shared memory:   | K, V: two rounds | Q, dO: STAGES chunks | dS^T: two chunks | O: two chunks | tiles of the bias: STAGES | -lse, -delta of each chunk |
 //                  | rounds | barriers |
 //
 // With GROUPED heads a round meets the chunks of all query heads that share its keys, one head after another: their dK and dV add up in the registers
-// where those of one head do, and dQ of each head is parked beside that of the others.
+// where those of one head do, and unfinished dQ has a place for each head.
 //
 // Barriers, each with one that says that its memory was read: KEYS (a round's K and V are there, and what it is), CHUNK (a chunk's Q and dO),
 // ROWS (the numbers of its rows), SCORES (dS^T is written). Source: FlashAttention-2 (Dao 2023), algorithm 2, with roles as in FlashAttention-3
 // (Shah et al. 2024); traffic: Q and dO once from memory, then from L2 once a round.
 //
 // With a BIAS a chunk comes with its tile of 64 queries and 128 keys, which is read transposed, and with numbers of its queries that another kernel found
-// (rows_of_bias.cuh): lse has lost the logarithm of the sum where scores are as far off as finfo.min. The gradient of the bias is another kernel's. A
+// (rows_of_bias.cuh): lse has lost the logarithm of the sum where scores are near finfo.min. Another kernel computes the gradient of the bias. A
 // KEY_MASK is two bytes for a thread and a round, those of its two keys.
 //
 // With a WINDOW a block takes the keys of a segment, so that a long sequence occupies many blocks. Queries whose window begins in a segment
-// are its own: it writes their dQ, and goes on to the rounds behind its end that their windows reach, of which it writes no dK and dV. A round meets the
-// chunks that see its keys alone, and unfinished dQ has a place for as many chunks as a window reaches at a time. A segment has SEGMENT rounds. If SEGMENT
-// is 1, each block has an equal share of all rounds, one behind another, and what it has of a sequence is a segment.
+// are its own: it writes their dQ, and goes on to the rounds behind its end that their windows reach, of which it writes no dK and dV. A round meets only
+// the chunks that see its keys, and unfinished dQ has a place for as many chunks as a window reaches at a time. A segment has SEGMENT rounds. If SEGMENT
+// is 1, each block has an equal share of all rounds, one after another, and its part of a sequence is a segment.
 //
 // Compiled with the macros of chunks_sm90.cuh, STAGES, SEGMENT, OWN_DELTA (0: delta is given, since O does not fit beside the others), KEY_REGISTERS,
 // QUERY_REGISTERS, LOAD_REGISTERS and SHARED_BYTES.
@@ -45,11 +45,11 @@
 #endif
 
 constexpr int CHUNK_ROWS = 64, ROUND_ROWS = 128, ROUNDS_KNOWN = 4;
-constexpr int ROUND_BITS = 10;  // of the number of a round; it is told with those of its segment's first one and end in one word
+constexpr int ROUND_BITS = 10;  // of the number of a round, which shares a word with those of its segment's first round and end
 using KeyTile = Tile<HEAD_DIM, ROUND_ROWS>;
 using QueryTile = Tile<HEAD_DIM, CHUNK_ROWS>;
 using ScoreTile = Tile<CHUNK_ROWS, ROUND_ROWS>;  // rows are keys
-constexpr bool NARROW = HEAD_DIM == 128;  // registers are short: S is gone before dP is there
+constexpr bool NARROW = HEAD_DIM == 128;  // registers are scarce: S is dead before dP is formed
 constexpr int PART = HEAD_DIM < 64 ? HEAD_DIM : 64;  // columns of dQ at a time
 enum Barrier { KEYS, KEYS_READ = 2, SCORES = 4, SCORES_READ = 6, CHUNK = 8, ROWS = CHUNK + STAGES, CHUNK_READ = ROWS + STAGES, BARRIERS = CHUNK_READ + STAGES };
 enum Meeting { OF_KEYS = 1, OF_ALL_KEYS = 3, OF_LOADS = 4 };
@@ -108,7 +108,7 @@ struct Round {
         return WINDOW ? start == max(first_of(chunk), first) * ROUND_ROWS : start == 0;
     }
     __device__ __forceinline__ bool continues(int chunk) const { return WINDOW ? start > first_of(chunk) * ROUND_ROWS : start > 0; }
-    // whether the block goes on with this round
+    // whether the block has this round to compute
     __device__ __forceinline__ bool is_there() const {
         if (!WINDOW) return start < rounds() * ROUND_ROWS;
         return is_beyond() ? first_chunk() < end_chunk() : start < rounds() * ROUND_ROWS;
@@ -213,7 +213,7 @@ struct Keys {
     template <int N>
     __device__ __forceinline__ void chunk(const Round& round, int head, int c, u32 survivors) {
         const int stage = stage_of(step), row = own_row(round.start + 64 * warpgroup);
-        const u32 shown = mask.of(round.item, head, row, round.item.k_rows, c);  // its latency passes while S is formed
+        const u32 shown = mask.of(round.item, head, row, round.item.k_rows, c);  // its latency is hidden by the product S
         const u32 query = shared.query(stage), dout = shared.dout(stage), rows = shared.rows(stage) + int(threadIdx.x) % 4 * 16;
         float scores[N / 2], dweights[N / 2];
         float2 shift[N / 8];
@@ -343,7 +343,7 @@ struct Keys {
         barrier_wait(shared.barrier(ROWS + stage_of(step)), parity_of(step));
     }
 
-    // Zeros behind the last query of a chunk that is there, where another sequence may hold anything.
+    // Zeros behind the last query of a chunk, where another sequence may hold NaN.
     __device__ __forceinline__ void clear_behind(int rows) {
         const int stage = stage_of(step), end = rows > 32 ? 64 : rows > 16 ? 32 : 16;
         if (rows >= end) return;
@@ -496,7 +496,7 @@ struct Queries {
         for (int block = 0; block < HEAD_DIM / PART; block++) {
             float dquery[PART / 2];
             float4* mine = reinterpret_cast<float4*>(parked + (long long)(place * (HEAD_DIM / PART) + block) * CHUNK_ROWS * PART) + thread;
-            // asked for before dS is there
+            // requested before dS is formed
 #pragma unroll
             for (int i = 0; i < PART / 8; i++) {
                 float4 x = (WINDOW ? round.continues(c) : round.start > 0) ? load_kept(mine + 128 * i, kept) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -555,24 +555,24 @@ struct Inputs {
     NumbersOfRows numbers;
 };
 
-// The warpgroup that asks for tiles. Two threads share a row: one has its lse, the other its delta.
+// The warpgroup that requests tiles. Two threads share a row: one has its lse, the other its delta.
 struct Loads {
     const LongBackwardShared shared;
     const Inputs& in;
     const Group group;
     const int thread = thread_of() % 128;
     const bool arriving = arriving_lane();
-    int number = 0, loads = 0;  // rounds, and chunks, asked for
-    // the chunk before, whose rows are still to be told
+    int number = 0, loads = 0;  // rounds and chunks requested so far
+    // the chunk before, whose row numbers are still to be passed on
     bool pending = false, fresh = false;  // fresh: its delta is to be computed
     bool inside, kept;            // whether the row of this thread exists; whether its delta is needed again
     long long place;              // of its numbers
-    float row;                    // lse, or delta; with a bias, what is added to scores, or -delta
+    float row;                    // lse, or delta; with a bias, the shift of the scores, or -delta
     bool is_far = false;          // of a bias
 
     __device__ __forceinline__ Loads(LongBackwardShared shared, const Inputs& in, Group group) : shared(shared), in(in), group(group) {}
 
-    // K and V of a round, and what it is
+    // K and V of a round, and the round's numbers
     __device__ __forceinline__ void ask_round(const Round& round) {
         if (number >= 2) barrier_wait(shared.barrier(KEYS_READ + number % 2), (number / 2 - 1) & 1);
         if (WINDOW) sync_threads(OF_LOADS, 128);  // a round without chunks could end before a slow warp has seen this phase, which then never comes
@@ -613,7 +613,7 @@ struct Loads {
                 in.bias.load(shared.bias(stage, block), barrier, round.start + 64 * block, first, head, it.batch);
 #endif
         }
-        // Its latency passes while the rows of the chunk before are told; but a delta that this round reads may be one of those.
+        // Its latency is hidden while the row numbers of the chunk before are passed on; but a delta that this round reads may be one of those.
         if (!computes && fresh) tell_rows();
         const int own = first + thread / 2;
         const bool here = own < it.q_len;
@@ -633,7 +633,7 @@ struct Loads {
         if (!OWN_DELTA) tell_rows();  // with two stages, the chunk after the next one waits for this one
     }
 
-    // -lse and -delta of the last chunk that was asked for
+    // -lse and -delta of the last requested chunk
     __device__ __forceinline__ void tell_rows() {
         if (!pending) return;
         const int last = loads - 1, stage = stage_of(last);
@@ -692,7 +692,7 @@ struct Loads {
 #pragma unroll 1
         for (; round.is_there(); round.start += ROUND_ROWS) {
             ask_round(round);
-            if (WINDOW && round.first_chunk() >= round.end_chunk()) tell_rows();  // no chunk follows that would tell those of the one before
+            if (WINDOW && round.first_chunk() >= round.end_chunk()) tell_rows();  // no chunk follows that would pass on those of the one before
 #pragma unroll 1
             for (int member = 0; member < group.members(); member++) {
                 const int head = group.query_head(round.item.head, member);

@@ -5,7 +5,7 @@
 //
 // With dropout dP is kept / (1 - p) times what it is without.
 //
-// Two warpgroups own 64 queries each, the keys in two halves; while one waits for products the other has the exponentials. A third asks for tiles.
+// Two warpgroups own 64 queries each and take the keys in two halves. While one waits for products, the other computes exponentials. A third requests tiles.
 //
 // shared memory:   | Q, dO, K, V: STAGES times | what is told, c, -delta and m of each query, selectors of a KEY_MASK: STAGES times | barriers |
 //
@@ -53,7 +53,7 @@ struct Work {
     }
 };
 
-// The warpgroup that asks for tiles: a thread has the numbers of a query.
+// The warpgroup that requests tiles: a thread has the numbers of a query.
 struct Loads {
     const BiasGradientShared shared;
     const Batch& batch;
@@ -144,7 +144,7 @@ struct Sums {
     const Dropout& dropout;
     const bool arriving = arriving_lane();
     float sums[HALVES][HALF / 2];
-    u32 bias[HALVES][HALF / 4];  // pairs of 16 bits: as floats they leave dropout and masks no registers
+    u32 bias[HALVES][HALF / 4];  // pairs of 16 bits: floats would leave no registers for dropout and masks
 
     __device__ __forceinline__ Sums(BiasGradientShared shared, int warpgroup, float scale, KeyMask mask, const Dropout& dropout)
         : shared(shared), warpgroup(warpgroup), scale(scale), mask(mask), dropout(dropout) {}
@@ -201,7 +201,7 @@ struct Sums {
 #pragma unroll
         for (int e = 0; e < HALF / 2; e++) scores[e] = exp2_fast(fmaf(scores[e], LOG2E, rows[half_of(e)].x));
         products_wait<0>();
-        if (first_key + HALF > item.k_len) {  // neither may be NaN where there is no key
+        if (first_key + HALF > item.k_len) {  // neither may be NaN where no key exists
 #pragma unroll
             for (int e = 0; e < HALF / 2; e++)
                 if (column_at(first_key + own_column(), e) >= item.k_len) scores[e] = dweights[e] = 0.0f;

@@ -1,8 +1,8 @@
-// The parts that forward and backward of sequences beyond 128 tokens share on sm_90a: tiles in shared memory, the rows of a sequence, the batch.
+// The parts that forward and backward of long sequences share on sm_90a: tiles in shared memory, the rows of a sequence, the batch.
 //
 // A warpgroup computes on 64 rows of an accumulator, 16 a warp. Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and
-// columns 8i + 2t + {0, 1} of each column group i of 8: d[4i + 2h + b]. Rounded to 16 bits, columns 16j .. 16j + 15 are four registers, the left
-// operand of the next product as they are.
+// columns 8i + 2t + {0, 1} of each column group i of 8: d[4i + 2h + b]. Rounded to 16 bits, columns 16j .. 16j + 15 are four registers, which are the
+// left operand of the next product.
 //
 // Compiled with HEAD_DIM (32, 64 or 128: D rounded up, the rest is zeros), BF16, PACKED (1: sequences lie one behind another in [T, H, D]; 0: dense
 // rows [B, H, T, D]), CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence), GROUPED (1: query heads, one behind
@@ -42,7 +42,7 @@ struct Tile {
     static constexpr int CHUNKS = PITCH / 16;                // of 16 bytes, in a row of a block
 
     // The operand of a product along the columns: rows from `row`, a multiple of 8; columns from 16 step on. `low` is the low word of the descriptor
-    // of the tile (Memory), to which offsets are added: built anew for each product, descriptors were a third of the instructions of a loop.
+    // of the tile (Memory), to which offsets are added: descriptors built for each product were a third of the instructions of a loop.
     static __device__ __forceinline__ u64 columns(u32 low, int row, int step) {
         constexpr int STEPS = PITCH / 32;
         return descriptor(low + ((row * PITCH + step / STEPS * BLOCK_BYTES + step % STEPS * 32) >> 4));
@@ -89,8 +89,7 @@ struct Memory {
     __device__ __forceinline__ u32 low(u32 tile) const { return first + ((tile - base) >> 4); }
 };
 
-// Whether this is the lane that arrives for its warp. Read once, and volatile: read again at each use, the number of a thread waits behind the
-// exponentials, 130 cycles.
+// Whether this is the lane that arrives for its warp. Read once, and volatile: a new read at each use would wait behind the exponentials for 130 cycles.
 __device__ __forceinline__ bool arriving_lane() {
     return thread_of() % 32 == 0;
 }
@@ -155,7 +154,7 @@ struct Batch {
     // which part of its sequence an item is
     __device__ __forceinline__ int part(int index) const { return unsigned(members[unsigned(index) / unsigned(heads)]) >> PART_AT; }
 
-    // clamped: lengths come from the device, and nobody has checked them
+    // clamped: lengths come from the device unchecked
     __device__ __forceinline__ static void rows_of(const int* offsets, int sequence, int total, int longest, int& first, int& rows) {
         first = between(0, offsets[sequence], total);
         rows = between(0, min(offsets[sequence + 1], total) - first, longest);
@@ -203,7 +202,7 @@ struct Group {
 #define GROUP Group{}
 #endif
 
-// eight numbers that one thread tells the others, which have waited for a barrier
+// eight numbers that one thread passes to the others, which have waited for a barrier
 __device__ __forceinline__ void tell(u32 to, const int (&x)[8]) {
     store_16(to, x[0], x[1], x[2], x[3]);
     store_16(to + 16, x[4], x[5], x[6], x[7]);
@@ -212,7 +211,7 @@ __device__ __forceinline__ int told(u32 from, int i) {
     return __shfl_sync(~0u, load_4(from + 4 * i), 0);  // the same register in all lanes: what depends on it does not diverge
 }
 
-// A number that changes from call to call travels as a pointer does (sm90.py).
+// A number that changes from call to call is passed as a pointer (sm90.py).
 __device__ __forceinline__ long long number_of(const void* x) {
     return reinterpret_cast<long long>(x);
 }
@@ -276,8 +275,8 @@ struct BiasOf {};
 #endif
 constexpr u32 BIAS_BLOCK_BYTES = 64 * 128;  // 64 queries and 64 keys
 
-// scale S + bias is in base e: a bias of finfo.min would overflow in base 2. Beyond this neighbouring numbers are more than 1e30 apart, so that weights
-// are 0 or 1 whatever scores are multiplied by before the exponential; 1/4 leaves them finite.
+// scale S + bias is in base e: a bias of finfo.min would overflow in base 2. Beyond this, neighbouring numbers are more than 1e30 apart, so weights are
+// 0 or 1 for any factor before the exponential; 1/4 keeps the products finite.
 constexpr float EXTREME = 1e37f;
 __device__ __forceinline__ float factor_of(float top) {
     return fabsf(top) > EXTREME ? 0.25f : LOG2E;

@@ -17,7 +17,7 @@ struct Dropout {
     }
     __device__ __forceinline__ u32 problem(int sequence, int head) const { return u32(sequence) * heads + u32(head); }
 
-    // Bit e of a constant, by the sign: a shift to the right and a comparison were three instructions in backward, where this is one.
+    // Bit e, tested as the sign: this is one instruction in backward, where a shift to the right and a comparison were three.
     static __device__ __forceinline__ bool leaves(u32 survivors, int e) { return int(survivors << (31 - e)) < 0; }
 
     // rows queries, columns N keys: of lanes t = 2u and 2u + 1 one makes the call of query g and the other that of query g + 8

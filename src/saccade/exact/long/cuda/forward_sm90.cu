@@ -1,5 +1,5 @@
-// Exact attention of sequences beyond 128 tokens on sm_90a, forward. A team of two warpgroups takes 128 queries of a (sequence, head) at a time, 64
-// each; a warp for each team asks the copy engine for tiles, and is as far ahead as there is memory, into the next queries too.
+// Exact attention of long sequences on sm_90a, forward. A team of two warpgroups takes 128 queries of a (sequence, head) at a time, 64
+// each; a warp for each team requests tiles from the copy engine, as far ahead as memory allows, also for the next queries.
 //
 //   S = Q K^T    m = running rowmax(scale S)    P = exp(scale S - m)    O = P V / rowsum(P)    lse = m + log(rowsum(P))
 //
@@ -10,16 +10,16 @@
 // with a BIAS, behind all teams:   | BIAS_STAGES tiles of 128 queries and 64 keys | their barriers |
 //
 // The values of a chunk are multiplied while the scores of the next one become weights. The last chunk is as wide as its keys (16, 32 or 64). O is
-// scaled anew only where a row's maximum has grown by 2^8 since it was last. Source: FlashAttention-2 (Dao 2023), algorithm 1; the order of the
+// rescaled only where a row's maximum has grown by 2^8 since the last time. Source: FlashAttention-2 (Dao 2023), algorithm 1; the order of the
 // products after FlashAttention-3, the rare rescaling after FlashAttention-4.
 //
 // With a BIAS, S = scale Q K^T + bias in base e, and m too. The teams of a block take the same queries of problems that share a matrix of the bias, so that
-// a tile of it is read once for both. They meet at its tiles alone, each with the chunks of its own row, and the one with fewer passes the rest.
-// With a KEY_MASK the whole warp that asks for keys reads the mask of a chunk, while it waits for memory, and writes selectors beside the keys.
+// a tile of it is read once for both. They synchronise only at its tiles, each with the chunks of its own row, and the team with fewer passes the
+// rest. With a KEY_MASK all lanes of the warp that requests keys read the mask of a chunk, while it waits for memory, and write selectors beside the keys.
 //
 // Compiled with the macros of chunks_sm90.cuh, TEAMS (1 or 2), QUERY_SLOTS, STAGES, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES, with a BIAS
 // BIAS_STAGES and LATE_MAXIMA. The registers
-// of all threads are those of the launch, rounded down to 8 a thread: a warpgroup that asks for more waits for ever.
+// of all threads are those of the launch, rounded down to 8 a thread: a warpgroup that requests more waits for ever.
 #include "chunks_sm90.cuh"
 #include "ring.cuh"
 
@@ -33,7 +33,7 @@ static_assert(!LATE_MAXIMA || (BIAS && HEAD_DIM == 32), "a warp forms scores fro
 constexpr float LARGEST_SUM = 4096.0f;
 using QueryTile = Tile<HEAD_DIM, BLOCK_ROWS>;
 using KeyTile = Tile<HEAD_DIM, CHUNK_KEYS>;
-// With two teams a thread has 112 registers, of which ptxas runs out if it holds wider queries: it would wait for each product.
+// With two teams a thread has 112 registers. Wider queries would exceed them, and ptxas would then wait for each product.
 constexpr bool QUERY_IN_REGISTERS = HEAD_DIM == 32;
 enum Barrier { QUERY, FREE = QUERY + QUERY_SLOTS, KEY = FREE + QUERY_SLOTS, VALUE = KEY + STAGES, READ = VALUE + STAGES, BARRIERS = READ + STAGES };
 enum Meeting { OF_TEAM = 1, OF_WARPGROUP = OF_TEAM + TEAMS };
@@ -166,7 +166,7 @@ struct Rows {
         const int stage = __shfl_sync(~0u, stage_of(n), 0);
         // `own_row` gives some builds another schedule here
         const int row = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
-        const u32 shown = mask.of(item, item.head, row, item.q_len, first / CHUNK_KEYS);  // its latency passes while the scores are formed
+        const u32 shown = mask.of(item, item.head, row, item.q_len, first / CHUNK_KEYS);  // its latency is hidden by the product of the scores
         float scores[N / 2];
         barrier_wait(shared.barrier(KEY + stage), parity_of(n));
         products_begin();
@@ -193,7 +193,7 @@ struct Rows {
         float factor[2];  // of O, written where a row has risen; of the first chunk O is 0
         bool risen;
         if (LATE_MAXIMA) {
-            // a query that has seen no key yet may have scores that are all far below 0
+            // the scores of a query that has seen no key yet may all be far below 0
             const bool early = FIRST || __any_sync(~0u, fminf(top[0], top[1]) == MINUS_INFINITY);
             risen = early && rise<N>(scores, factor);
             float more[2] = {0.0f, 0.0f};
@@ -253,7 +253,7 @@ struct Rows {
 #endif
     }
 
-    // The scores of this warp's 16 queries and N keys once more. A product of a warpgroup would need all its warps.
+    // The scores of this warp's 16 queries and N keys once more. A warpgroup product would need all four warps.
     template <int N>
     __device__ __forceinline__ void form_again(float (&scores)[N / 2], int stage, int tile) const {
 #pragma unroll
@@ -324,8 +324,8 @@ struct Rows {
     }
 
     // Takes a larger maximum where a row has outgrown its own, and scales its sum of weights. Returns whether a row of this warp has, and by what the
-    // rows of O are to be scaled once the values under way are added: a wait for products belongs to all four warps of a warpgroup, so none may stand
-    // behind a condition of one of them.
+    // rows of O are to be scaled once the values under way are added: all four warps of a warpgroup must wait for products together, so no wait may
+    // depend on a condition of one warp.
     template <int N>
     __device__ __forceinline__ bool rise(const float (&scores)[N / 2], float (&factor)[2]) {
         float most[2];
@@ -352,8 +352,8 @@ struct Output {
     long long row_batch, row_head;
     int head_dim;
 
-    // Through the memory of this warpgroup's queries, by the copy engine, which may read it yet when this returns (`finish`). But the rows behind the
-    // last query of a packed sequence belong to another one.
+    // Through the memory of this warpgroup's queries, by the copy engine, which may still read it when this returns (`finish`). But the rows behind
+    // the last query of a packed sequence belong to another one.
     __device__ __forceinline__ void write(const Rows& rows, const Item& it, int first_query) const {
         const int group = rows.warpgroup, first = own_row(first_query);
         float factor[2];
@@ -395,7 +395,7 @@ struct Output {
 };
 
 // The works of a block with a BIAS: all queries of a tile, of as many members as it has teams. Members are the problems that share a matrix of the bias,
-// row by row and, if it has one head, head by head. Heads lie beside each other in time, as they do in memory, and the tiles of one problem too.
+// row by row and, if it has one head, head by head. Heads are adjacent in time, as in memory, and so are the tiles of one problem.
 #if BIAS
 struct Sharing {
     const Batch& batch;
@@ -422,7 +422,7 @@ struct Sharing {
     }
 };
 
-// The warp that asks for tiles of the bias.
+// The warp that requests tiles of the bias.
 struct BiasLoads {
     const BiasTiles tiles;
     const Sharing sharing;
@@ -447,7 +447,7 @@ struct BiasLoads {
 };
 #endif
 
-// The warp that asks for tiles: one lane works, and tells the warpgroups what they are of. With a KEY_MASK its other lanes are here too.
+// The warp that requests tiles: one lane works, and tells the warpgroups which work each tile belongs to. With a KEY_MASK its other lanes work too.
 struct Loads {
     const LongForwardShared shared;
     const Batch& batch;
@@ -456,7 +456,7 @@ struct Loads {
     const Window window;
     const KeyMask mask;
     const bool asks;  // whether this is that lane
-    int chunk = 0, works = 0;  // asked for so far
+    int chunk = 0, works = 0;  // requested so far
 
     __device__ __forceinline__ void tell_and_ask(const QueryBlock& work) {
         const int slot = slot_of(works);
@@ -472,7 +472,7 @@ struct Loads {
 
     __device__ __forceinline__ void ask_keys(const Item& it, int first) {
         const int stage = stage_of(chunk), head = group.key_head(it.head);
-        if (KEY_MASK) __syncwarp();  // others that wait for a place would hold up the lane that asks
+        if (KEY_MASK) __syncwarp();  // lanes that wait for a place would delay the lane that requests tiles
         const int mine = first + 2 * (int(threadIdx.x) % 32);
         const unsigned char even = mask.at(it.batch, mine, it.k_len), odd = mask.at(it.batch, mine + 1, it.k_len);
         if (chunk >= STAGES) barrier_wait(shared.barrier(READ + stage), (chunk / STAGES - 1) & 1);
@@ -506,8 +506,8 @@ struct Loads {
 
     __device__ __forceinline__ void run() {
         const int blocks = IN_PARTS ? 1 : (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS, all = batch.items() * blocks;
-        // Blocks of one head run beside each other and share its keys and values in L2; the longest of a causal one first. If a team would always
-        // get the same of them, teams take turns.
+        // Blocks of one head run at the same time and share its keys and values in L2; the longest of a causal one first. Teams take turns if a team
+        // would otherwise always get the same blocks.
         const int teams = TEAMS * gridDim.x;
         const bool turns = CAUSAL && teams % blocks == 0;
         int round = 0;
@@ -575,7 +575,7 @@ struct Computing {
 #endif
     }
 
-    // the chunks before `end` that the other warpgroup alone needs
+    // the chunks before `end` that only the other warpgroup needs
     __device__ __forceinline__ void pass(const QueryBlock& work, int& c, int end) {
 #pragma unroll 1
         for (; c < end; c++, chunk++) {
@@ -587,7 +587,7 @@ struct Computing {
         }
     }
 
-    // the tiles of the bias from the c-th on, which other teams alone need
+    // the tiles of the bias from the c-th on, which only other teams need
     __device__ __forceinline__ void pass_tiles(const QueryBlock& work, int c) {
         if (!BIAS) return;
 #pragma unroll 1
@@ -626,7 +626,7 @@ struct Computing {
     __device__ __forceinline__ void idle(const QueryBlock& work) {
         finish();
         pass_tiles(work, 0);
-        sync_threads(OF_WARPGROUP + 2 * rows.shared.team + rows.warpgroup, 128);  // a slow warp would miss the work that takes this one's place
+        sync_threads(OF_WARPGROUP + 2 * rows.shared.team + rows.warpgroup, 128);  // otherwise a slow warp would miss the work that replaces this one
         if (threadIdx.x % 128 == 0) barrier_arrive(rows.shared.barrier(FREE + slot_of(works)));
     }
 

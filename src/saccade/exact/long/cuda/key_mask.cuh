@@ -1,5 +1,5 @@
-// A mask of keys beside a bias: a hidden key has a bias of -inf. The byte permutations that unpack a bias take the bytes of -inf in place of its own where
-// a selector says so. In bfloat16 that is no instruction more for a pair than without a mask but the selectors' own, and in half one for two.
+// A mask of keys together with a bias: a hidden key has a bias of -inf. The byte permutations that unpack a bias take the bytes of -inf in place of its own where
+// a selector says so. Besides the selectors' own instructions, that costs none for a pair in bfloat16, and one for two pairs in half.
 #pragma once
 #include "long_instruction.cuh"
 #include "numbers.cuh"

@@ -1,4 +1,4 @@
-// Single instructions of the kernels for sequences beyond 128 tokens, each a function, so that the sources run on a CPU where these are replaced.
+// Single instructions of the kernels for long sequences, each a function. An emulator replaces these to run the sources on a CPU.
 #pragma once
 #include "numbers.cuh"
 
@@ -8,7 +8,7 @@ __device__ __forceinline__ float reciprocal(float x) {
     return y;
 }
 
-// The same number, of which the compiler does not know that: what is computed from it is computed anew.
+// The same number, hidden from the compiler: values derived from it are computed again and not kept in registers.
 __device__ __forceinline__ int apart(int x) {
     asm volatile("" : "+r"(x));
     return x;
@@ -45,7 +45,7 @@ __device__ __forceinline__ float4 load_floats(u32 from) {
     return x;
 }
 
-// Device memory that is written and read again soon: the L2 cache is told to keep it before what passes by once.
+// Device memory that is soon read again: the L2 cache keeps it in preference to data that is read once.
 __device__ __forceinline__ u64 keep_in_cache() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));

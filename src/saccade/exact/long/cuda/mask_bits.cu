@@ -1,10 +1,10 @@
 // A boolean mask as bits, for the kernels of long sequences on sm_90: words[batch][head][row][column / 64], bit i for column 64 word + i, 0 behind
-// the last one. A warp makes the words of 32 rows and 64 columns, and reads the mask along the axis on which it lies close together:
+// the last one. A warp makes the words of 32 rows and 64 columns, and reads the mask along the axis with the smaller stride:
 //
 //   ROWS_LIE_CLOSE 0   32 columns at a time, of which a ballot makes half a word; lane r keeps that of row r
 //   ROWS_LIE_CLOSE 1   32 rows at a time, a lane each, which adds a bit to its own word
 //
-// Beside the products a lane would have to gather its 32 bytes from 8 lines a load: 512 cycles of L1 for 64 x 64 pairs, twice those of the products
+// In the attention kernel a lane would gather its 32 bytes from 8 lines a load: 512 cycles of L1 for 64 x 64 pairs, twice those of the products
 // at D = 64. Compiled with ROWS_LIE_CLOSE and THREADS.
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) mask_bits(
     const long long all = (long long)batches * heads * row_tiles * width;
     for (long long i = blockIdx.x * (long long)(THREADS / 32) + threadIdx.x / 32; i < all; i += gridDim.x * (long long)(THREADS / 32)) {
         const int tile = int(i % (row_tiles * width)), plane = int(i / (row_tiles * width));
-        // neighbours read what lies beside each other
+        // neighbouring threads read neighbouring bytes
         const int first = 32 * (ROWS_LIE_CLOSE ? tile % row_tiles : tile / width), word = ROWS_LIE_CLOSE ? tile / row_tiles : tile % width;
         const Mask from{mask + plane / heads * mask_batch + plane % heads * mask_head, mask_row, mask_column, rows, columns};
         u64 mine = 0;

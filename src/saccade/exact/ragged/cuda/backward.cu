@@ -35,7 +35,7 @@ __device__ __forceinline__ u32 pairs_at(u32 pairs, int key, int chunk) {
     return pairs + key * PAIRS_PITCH + (chunk ^ key % 8) * 16;
 }
 
-// a number that comes in the place of a pointer: pointers alone change from call to call of a launch
+// a number passed as a pointer: only pointers change from call to call of a launch
 __device__ __forceinline__ int number_of(const void* given) {
     return int(reinterpret_cast<unsigned long long>(given));
 }
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ragged_backward(
     for (; index < total; index += gridDim.x) {
         bool more = index + int(gridDim.x) < total;
         next = walk.take();
-        // half a row of out for each lane, and lse: asked for before the tiles are waited for
+        // half a row of out for each lane, and lse: requested before the wait for the tiles
         int own = 16 * warp + lane / 2;
         bool real = own < item.q_len;
         uint4 o[HEAD_DIM / 16] = {};
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ragged_backward(
         }
         __syncthreads();
         const u32 q_tile = stage, k_tile = stage + TILE_BYTES, v_tile = stage + 2 * TILE_BYTES, d_tile = stage + 3 * TILE_BYTES;
-        // delta = rowsum(dO O) - dlse; lse in base 2, +inf for a query that sees no key, or is none
+        // delta = rowsum(dO O) - dlse; lse in base 2, +inf for a query that sees no key, or does not exist
         float delta = 0.0f;
         if (real) {
 #pragma unroll

@@ -26,7 +26,7 @@ struct Batch {
     const int *cu_q, *cu_k, *members;
     int total_q, total_k, max_q, max_k, heads;
 
-    // clamped: lengths come from the device, and nobody has checked them
+    // clamped: lengths come from the device unchecked
     __device__ __forceinline__ static void rows_of(int begin, int end, int total, int longest, int& first, int& rows) {
         first = min(max(begin, 0), total);
         rows = min(max(min(end, total) - first, 0), min(longest, ROWS));
@@ -34,7 +34,7 @@ struct Batch {
 };
 
 // The (sequence, head) pairs of a block, in order. A pair's sequence, and the place where its rows begin, are two loads, one after the other,
-// of 0.6 us each: the first is asked for three pairs ahead and the second two ahead, so that nobody waits for them.
+// of 0.6 us each. The first is requested three pairs ahead and the second two ahead, so that no thread waits for them.
 struct Walk {
     const Batch& batch;
     int index, step, total;
@@ -46,14 +46,14 @@ struct Walk {
         ask();
     }
 
-    // asks for the rows of the next pair and for the sequence of the one behind it; beyond the last pair for those of the last
+    // requests the rows of the next pair and the sequence of the one after it; beyond the last pair, those of the last
     __device__ __forceinline__ void ask() {
         begin_q = batch.cu_q[member], end_q = batch.cu_q[member + 1];
         begin_k = batch.cu_k[member], end_k = batch.cu_k[member + 1];
         member = batch.members[min(index + step, total - 1) / batch.heads];
     }
 
-    // the next pair, and asks for those behind it
+    // the next pair; requests those behind it
     __device__ __forceinline__ Item take() {
         Item item;
         item.head = index % batch.heads;

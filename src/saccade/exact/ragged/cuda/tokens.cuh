@@ -1,7 +1,7 @@
 // Tiles of tokens: a thread block takes TILE consecutive tokens of a head, whatever sequences they belong to, and each warp 16 of them. The kernels
 // share the bounds of tokens, the rows of their sequences in shared memory, and the pairs that are seen.
 //
-// A warp multiplies the rows of its own tokens' sequences alone: at a mean of 20 tokens those are 41, and of all 64 tokens of a tile 89.
+// A warp multiplies only the rows of its own tokens' sequences. At a mean of 20 tokens these are 41 rows; the 64 tokens of a tile would need 89.
 // Rows of a tile in shared memory begin at any row of a chunk. A step of 16 rows from there reads up to 15 rows behind the last, which are zeros.
 //
 // Macros: those of sequence.cuh (CAUSAL 0 or 1), DROPOUT (1: `bits` says which weights survive).
@@ -14,7 +14,7 @@ constexpr int TILE = 16 * WARPS;
 constexpr int MOST = ROWS - 15;  // rows of a chunk
 static_assert(MOST >= TILE, "a chunk holds the tokens of the tile");
 
-// a number that comes in the place of a pointer: pointers alone change from call to call of a launch
+// a number passed as a pointer: only pointers change from call to call of a launch
 __device__ __forceinline__ int number_of(const void* given) {
     return int(reinterpret_cast<unsigned long long>(given));
 }
@@ -24,7 +24,7 @@ struct Sequences {
     const int* offsets;
     int number, total;  // total: tokens
 
-    // clamped: offsets come from the device, and nobody has checked them
+    // clamped: offsets come from the device unchecked
     __device__ __forceinline__ int at(int i) const { return min(max(offsets[i], 0), total); }
 };
 
@@ -168,7 +168,7 @@ __device__ __forceinline__ u32 right_of(u32 tile, u32 row, u32 lane) {
     return place_of(tile, row + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// The beginning of shared memory. Hidden from the compiler, which would ask for it anew at each use, 54 times in backward.
+// The beginning of shared memory. Hidden from the compiler, which would otherwise compute it again at each use, 54 times in backward.
 __device__ __forceinline__ u32 beginning_of(const unsigned char* memory) {
     u32 address = shared_address(memory);
     asm volatile("" : "+r"(address));
@@ -191,7 +191,7 @@ struct RowsOf {
 };
 using Rows = RowsOf<const Number>;
 
-// Asks for the tile's own rows of a tensor before the bounds tell which others are needed: memory answers while the block looks for them.
+// Requests the tile's own rows of a tensor before the bounds show which others are needed. The loads overlap with the search for the bounds.
 __device__ __forceinline__ void prefetch_rows(const Rows& rows, int begin, int total) {
     constexpr int PIECES = PITCH / 64;
 #pragma unroll
@@ -209,7 +209,7 @@ __device__ __forceinline__ void store_zeros(unsigned char* to) {
     *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
 }
 
-// Starts the copies of rows of a tensor, at most MOST_ROWS from token `first` on. Columns from head_dim on are left as they are.
+// Starts the copies of rows of a tensor, at most MOST_ROWS from token `first` on. Columns from head_dim on are not written.
 template <int MOST_ROWS>
 __device__ __forceinline__ void copy_rows(u32 tile, const Rows& from, int first, int rows, int head_dim) {
     const int chunk = u32(threadIdx.x) % CHUNKS, row = u32(threadIdx.x) / CHUNKS, left = 8 * chunk < head_dim ? rows - row : 0;
@@ -221,7 +221,7 @@ __device__ __forceinline__ void copy_rows(u32 tile, const Rows& from, int first,
         if (i < left) copy_16_of_row(to + i * PITCH, at);
 }
 
-// Zeros in 15 rows of a tile, from `row` on. A tile's place is told from the beginning of `memory`.
+// Zeros in 15 rows of a tile, from `row` on. A tile's place counts from the beginning of `memory`.
 __device__ __forceinline__ void clear_behind(unsigned char* memory, u32 tile, int row) {
     static_assert(15 * CHUNKS <= THREADS, "a chunk each");
     if (threadIdx.x < 15 * CHUNKS) store_zeros(memory + place_of(tile, row + threadIdx.x / CHUNKS, threadIdx.x % CHUNKS));
@@ -284,7 +284,7 @@ __device__ __forceinline__ void round_weights(u32 (&words)[N / 4], const float (
     for (int i = 0; i < N / 4; i++) words[i] = pack(d[2 * i], d[2 * i + 1]);
 }
 
-// Whether one of the numbers of the rows that are there is NaN. Perhaps yes where some are infinite; then a tile is computed again for nothing.
+// Whether one of the numbers of the rows that are there is NaN. Infinite numbers may count as NaN; the tile is then computed again needlessly.
 template <int N>
 __device__ __forceinline__ bool has_nan(const float (&d)[N], const bool (&there)[2]) {
     float sum[2] = {};

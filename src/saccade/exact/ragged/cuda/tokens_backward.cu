@@ -6,7 +6,7 @@
 // shared memory:   | Q | dO | K | V: ROWS rows each | -lse in base 2 and delta of each row of Q |
 //
 // A warp takes its 16 tokens as queries, over the keys of their sequences, and then as keys, over the queries of the same rows, transposed: three and
-// four products, and no sum leaves the warp. All rows that a tile needs are asked for at once, with delta computed while they travel, and waited for once.
+// four products, and no sum leaves the warp. All rows that a tile needs are requested together, and awaited once; delta is computed meanwhile.
 // If a tile's sequences have more than MOST rows, its own rows stay in one pair of tiles and chunks of the others pass through the other pair.
 // With GROUPED heads dK and dV of all query heads of a key head add up in registers.
 // Source: FlashAttention-2 (Dao 2023), algorithm 2; traffic: q, k, v, dout, out, lse in, dq, dk, dv out, but for what neighbours share in L2.
@@ -27,19 +27,19 @@ struct BackwardShared {
     __device__ __forceinline__ u32 value() const { return base + 3 * TILE_BYTES; }
 };
 
-// nobody has checked the offsets
+// the offsets are unchecked
 __device__ __forceinline__ int inside_tile(int row) {
     return min(max(row, 0), ROWS - 1);
 }
 
-// what the rows of a query head are loaded from
+// the addresses from which the rows of a query head are loaded
 struct QueryHead {
     const Rows query, dout, out;
     const float *lse, *dlse;
     const int head_dim;
 
     // Starts the copies of rows of Q and dO, from token `first` on, and computes their numbers: dO is read twice, but nothing waits for the copies. All
-    // is asked for before any of it is used.
+    // loads are issued before the first result is used.
     //
     // delta of 16 rows is the diagonal of dO O^T. A lane loads 16 bytes of a row at a time: columns of both factors are then in another order, the same for
     // both. Products need a fourth of the instructions of sums by threads.
@@ -115,7 +115,7 @@ struct Tokens {
     __device__ __forceinline__ Tokens(const BackwardShared& shared, int lane, float exponent, const Survivors& survivors)
         : shared(shared), lane(lane), exponent(exponent), survivors(survivors) {}
 
-    // row: of the warp's first token; those outside of the group may lie outside of the tile, and nobody reads their results
+    // row: of the warp's first token; those outside of the group may lie outside of the tile, and their results are not read
     __device__ __forceinline__ void take(u32 one, u32 other, int row) {
         const int inside = inside_tile(row + lane / 8 % 2 * 8 + lane % 8);
         const u32 first = place_of(one, inside, lane / 16), second = place_of(other, inside, lane / 16);
@@ -205,7 +205,7 @@ __device__ __forceinline__ void clear(float (&d)[HEAD_DIM / 2]) {
     for (int e = 0; e < HEAD_DIM / 2; e++) d[e] = 0.0f;
 }
 
-// all copies are there, and what was computed meanwhile
+// all copies have landed, and the numbers computed meanwhile are written
 __device__ __forceinline__ void await_rows() {
     copies_commit();
     copies_wait<0>();
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (int i = 0; i < 5; i++) prefetch_rows(own_rows[i], begin, total);
     if (head_dim < HEAD_DIM) clear_columns(memory, 0, 4 * ROWS, head_dim);
     const Bounds bounds({offsets, number_of(sequences), total}, begin);
-    bool used = false;  // others may read the tiles yet
+    bool used = false;  // other warps may still read the tiles
 #pragma unroll 1
     for (Groups group(bounds, begin, total); group.are_left();) {
         const Own own(bounds, group, begin + 16 * warp, lane);

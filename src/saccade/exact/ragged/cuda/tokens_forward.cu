@@ -4,9 +4,9 @@
 //
 // shared memory:   | Q: TILE rows | K: ROWS | V: ROWS |
 //
-// All rows that a tile needs are asked for at once, and waited for once; a tile whose sequences have more than MOST rows walks over chunks of them.
-// Then each warp is on its own: 16 queries over the keys of their sequences, up to STEP at a time, in registers. Products of 16 rows and not of
-// a warpgroup's 64: the exponentials and masks of a warp are those of 48 keys, and of a warpgroup those of 96 or 128.
+// All rows that a tile needs are requested together, and awaited once; a tile whose sequences have more than MOST rows walks over chunks of them.
+// Then each warp works independently: 16 queries over the keys of their sequences, up to STEP at a time, in registers. Products have 16 rows, not a
+// warpgroup's 64: a warp computes exponentials and masks for 48 keys, and a warpgroup would for 96 or 128.
 // Source: FlashAttention-2 (Dao 2023), algorithm 1; traffic: q, k, v in once but for what neighbouring tiles share in L2, out and lse out.
 //
 // Compiled with the macros of tokens.cuh, GROUPED (1: query heads share a key head), STEP (keys: 32, 48 or 64), BLOCKS (of a multiprocessor, which bounds registers), SHARED_BYTES.

@@ -8,7 +8,7 @@
 // shared memory:   | Q | K | V, then dQ | dO, then dK | dV | W: P, then scale dS | barriers |                       one problem a block
 //                  | Q | K | Q | K | V, then dV | dO | W | barriers |     PERSISTENT: dK and dQ leave through Q and K, and the next problem arrives
 //
-// Rounded P lies in shared memory alone from the moment it is made (at ROWS = 128 a thread has 128 registers, if two blocks share a multiprocessor), and is
+// Rounded P lies only in shared memory once it is made (at ROWS = 128 a thread has 128 registers, if two blocks share a multiprocessor), and is
 // read back for dS; rounded dS is the left operand of dQ from registers, and of dK from shared memory. Source: paper 002; bytes moved are its minimum.
 //
 // Compiled with ROWS (64 or 128), HEAD_DIM (32, 64 or 128: D rounded up, the rest is zeros), PERSISTENT, BLOCKS_PER_SM, BF16, CAUSAL, HAS_DLSE,
@@ -31,7 +31,7 @@ struct BackwardShared {
 };
 static_assert(BackwardShared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
-// Each warpgroup's elected thread reads the rows that it writes, so that it alone knows when their memory is free.
+// Each warpgroup's elected thread reads the rows that it writes, so only that thread must know when their memory is free.
 struct Reader {
     const Maps& maps;
     BackwardShared shared;
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
     const Reader reader{maps, shared, group};
     if (threadIdx.x == 0) {
         init_barriers(shared, BARRIERS, ROW_GROUPS);
-        // All rows of Q and K are asked for before the first of dO: one row group after the other, S began late, which cost 5 % at 128 x 64.
+        // All rows of Q and K are requested before the first of dO. One row group after another delayed S, which cost 5 % at 128 x 64.
         const Problem first(blockIdx.x, heads);
         for (int g = 0; g < ROW_GROUPS; g++) Reader{maps, shared, g}.query_and_key(first, 0);
         for (int g = 0; g < ROW_GROUPS; g++) Reader{maps, shared, g}.dout(first);
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
         products_wait<0>();
         // P = exp(scale S - lse)
         rows.park_weights(scores, shared.weights(), group, kv_len, scale * LOG2E);
-        if (more) rows.load(lse, next.index, q_len, group);  // loaded before it is needed, since its latency shows at its place of use
+        if (more) rows.load(lse, next.index, q_len, group);  // loaded early: at its place of use the latency would not be hidden
         fence_async();
         __syncthreads();
 
@@ -112,14 +112,14 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
                 if (more) reader.query_and_key(next, 1 - pair);
             }
             products_wait<0>();
-            __syncthreads();  // nobody reads W, V, dO any more
+            __syncthreads();  // no warp still reads W, V, dO
             emit<HEAD_DIM>(dvalue_map, shared.dvalue(), problem, group, dvalue);
             if (elected() && more) reader.dout(next);
         } else {
             products_wait<1>();
             emit<HEAD_DIM>(dvalue_map, shared.dvalue(), problem, group, dvalue);
             products_wait<0>();
-            __syncthreads();  // nobody reads W, V, dO any more
+            __syncthreads();  // no warp still reads W, V, dO
         }
         // dS = P (dP - delta)
         u32 dscores[ROWS / 4];
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
                 if (more) reader.value(next);
             }
             products_wait<0>();
-            __syncthreads();  // nobody reads Q, K any more
+            __syncthreads();  // no warp still reads Q, K
             emit<HEAD_DIM>(dkey_map, shared.query(pair), problem, group, dkey);
             emit<HEAD_DIM>(dquery_map, shared.key(pair), problem, group, dquery);
         } else {

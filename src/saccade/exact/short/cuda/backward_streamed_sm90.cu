@@ -26,7 +26,7 @@ struct StreamedShared {
 };
 static_assert(StreamedShared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
-// Each warpgroup's elected thread reads the rows that it writes, so that it alone knows when their memory is free.
+// Each warpgroup's elected thread reads the rows that it writes, so only that thread must know when their memory is free.
 struct Reader {
     const Maps& maps;
     StreamedShared shared;
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
                 else if (more) reader.value(next, (chunk + SLOTS - 1) % CHUNKS);
             }
             products_wait<0>();
-            __syncthreads();  // nobody reads this slot any more
+            __syncthreads();  // no warp still reads this slot
             emit<CHUNK>(dvalue_map, shared.value(slot), problem, group, dvalue, chunk * CHUNK);
             if (elected()) {
                 if (chunk + SLOTS < CHUNKS) reader.dout(problem, chunk + SLOTS);
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
                 if (more) reader.query_and_key(next, chunk - 1);
             }
             products_wait<0>();
-            __syncthreads();  // nobody reads this chunk any more
+            __syncthreads();  // no warp still reads this chunk
             emit<CHUNK>(dkey_map, shared.query(chunk), problem, group, dkey, chunk * CHUNK);
             emit<CHUNK>(dquery_map, shared.key(chunk), problem, group, dquery, chunk * CHUNK);
         }

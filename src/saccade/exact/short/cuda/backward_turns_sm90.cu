@@ -2,9 +2,9 @@
 //
 // shared memory:   | Q, then dK | V, then K, then dQ | dO, then dV | W: P, then scale dS | delta of either half | barriers |
 //
-// Four tiles would let one block alone on a multiprocessor; three let two (104 KB each), so that one computes and writes while the other reads. The price
-// is K's latency: V is read first, and K takes its place once dP is there. Two warpgroups share the 64 rows: of S, P, dP, dS each has half of the keys,
-// of the gradients half of the head dim. Source: paper 002; bytes moved are its minimum.
+// With four tiles a single block would fit a multiprocessor; with three tiles two fit (104 KB each), so that one computes and writes while the other
+// reads. The price is K's latency: V is read first, and K takes its place once dP is formed. Two warpgroups share the 64 rows: of S, P, dP, dS each has
+// half of the keys, of the gradients half of the head dim. Source: paper 002; bytes moved are its minimum.
 //
 // Compiled with ROWS (64), HEAD_DIM (256: D rounded up, the rest is zeros), BLOCKS_PER_SM, BF16, CAUSAL, HAS_DLSE, MASK_QUERIES and MASK_KEYS
 // (there are fewer than ROWS).
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(128 * HALVES, BLOCKS_PER_SM)
     multiply_rows<HEAD_DIM, KEYS>(dweights, shared.dout(), 0, shared.key_value(), KEYS * half);
     products_commit();
     products_wait<0>();
-    __syncthreads();  // nobody reads V any more
+    __syncthreads();  // no warp still reads V
     if (threadIdx.x == 0) load_alone<HEAD_DIM>(shared.key_value(), key_map, shared.barrier(KEY), problem, 0);
     barrier_wait(shared.barrier(QUERY), 0);
     barrier_wait(shared.barrier(KEY), 0);
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(128 * HALVES, BLOCKS_PER_SM)
     }
     __syncthreads();  // P and both halves of delta are there
 
-    float gradient[COLUMNS / 2];  // one after the other: two at once would take 128 registers a thread
+    float gradient[COLUMNS / 2];  // one after the other: both together would take 128 registers a thread
     // dV = P^T dO
     products_begin();
     multiply_transposed<HEAD_DIM, COLUMNS>(gradient, shared.weights(), 0, shared.dout() + own);
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(128 * HALVES, BLOCKS_PER_SM)
     }
     products_wait<0>();
     emit_half(dvalue_map, shared.dout(), problem, half, gradient);
-    __syncthreads();  // nobody reads P any more
+    __syncthreads();  // no warp still reads P
     // dS = P (dP - delta)
 #pragma unroll
     for (int e = 0; e < KEYS / 2; e += 2) {

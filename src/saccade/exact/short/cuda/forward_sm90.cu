@@ -4,7 +4,7 @@
 //
 // shared memory:   | Q, then O | K | V | barriers |     tiles of ROWS x HEAD_DIM, filled and emptied by the copy engine
 //
-// P stays in registers: rounded, it is the left operand of P V as it is. The blocks of a multiprocessor hide each other's latencies, if together
+// P stays in registers: after rounding it is the left operand of P V. The blocks of a multiprocessor hide each other's latencies, if together
 // they keep 190 KB in flight; a persistent block with a ring of problems was 5 to 15 % slower. WARPGROUPS of a block take 64 queries each at a
 // time. Source: paper 002; the bytes moved are its minimum.
 //

@@ -3,8 +3,8 @@
 //   s = K q    P = exp2(scale s - lse)    dP = V dO    delta = sum(P dP) - dlse                    s, P, dP: one number a key
 //   dq = scale (sum (P dP) K - delta sum P K)    dV = P dO^T    dK = scale P (dP - delta) q^T      outer products
 //
-// Written so, neither K nor V is needed once delta is known: P and dP are, two numbers a key, which wait in shared memory. A warp takes 32 / ACROSS rows
-// at a time, 16 bytes a lane; AHEAD rows of a lane are asked for before the first is used. Source: paper 002, q = 1; bytes moved are its minimum.
+// In this form neither K nor V is needed after delta is known, only P and dP: two numbers a key, which stay in shared memory. A warp takes 32 / ACROSS
+// rows at a time, 16 bytes a lane; AHEAD rows of a lane are requested before the first is used. Source: paper 002, q = 1; bytes moved are its minimum.
 //
 // Shared memory:   | P: MAX_KEYS | dP: MAX_KEYS | deltas: sum(P dP) of each warp | sums: sum (P dP) K and sum P K of each warp |
 //
@@ -14,7 +14,7 @@
 constexpr int ACROSS = HEAD_DIM / 8;        // lanes along a row
 constexpr int TOGETHER = 32 / ACROSS;       // rows of a warp at a time
 constexpr int STEP = WARPS * TOGETHER;      // rows of a block at a time
-constexpr int AHEAD = 4;                    // rows of a lane that are asked for at once
+constexpr int AHEAD = 4;                    // rows of a lane that are requested together
 static_assert(ACROSS <= 32 && 32 % ACROSS == 0, "a row is at most a warp wide");
 
 // eight neighbours in float32
@@ -49,7 +49,7 @@ struct Eight {
     }
 };
 
-// Plain loads and stores: `no_allocate`, prefetches of L2 and streaming stores each cost 2 to 5 %, being `volatile` most of it.
+// Plain loads and stores: `no_allocate`, L2 prefetches and streaming stores each cost 2 to 5 %, mostly because they are `volatile`.
 __device__ __forceinline__ uint4 load(const Number* from) {
     return *reinterpret_cast<const uint4*>(from);
 }

@@ -70,8 +70,7 @@ __device__ __forceinline__ void multiply_registers(float (&d)[COLUMNS / 2], cons
     }
 }
 
-// These kernels use threadIdx and not thread_of(), which reads the register anew at each use: 40 times here, a seventh of backward's time at
-// 128 x 64.
+// These kernels use threadIdx, not thread_of(). The latter reads the register again at each use: 40 times here, a seventh of backward's time at 128 x 64.
 __device__ __forceinline__ int warpgroup_of() {
     return __shfl_sync(~0u, int(threadIdx.x) / 128, 0);  // the same register in all lanes: branches on it do not diverge
 }
@@ -142,7 +141,7 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, u32 tile, const
     stores_commit();
 }
 
-// Rounds 64 rows of a gradient into a tile that nobody reads any more and starts writing them out.
+// Rounds 64 rows of a gradient into a tile that is no longer read, and starts writing them out.
 template <int COLUMNS>
 __device__ __forceinline__ void emit(const TensorMap& map, u32 tile, const Problem& problem, int group, const float (&d)[COLUMNS / 2], int column = 0) {
     round_into<COLUMNS>(tile, group, d);

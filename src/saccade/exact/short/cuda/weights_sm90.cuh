@@ -17,7 +17,7 @@ struct Rows {
     // P = exp2(exponent S - shift), 0 where a key is not seen
     __device__ __forceinline__ u32 weights(const float* scores, int h, int row, int key, int kv_len, float exponent) const {
         float x = exp2_fast(fmaf(scores[0], exponent, -shift[h])), y = exp2_fast(fmaf(scores[1], exponent, -shift[h]));
-        // Whether the query exists is asked of its shift: an infinite key makes the scores of a row of zeros NaN, and no shift hides NaN.
+        // The shift shows whether the query exists: an infinite key makes the scores of a zero row NaN, and no shift hides a NaN.
         bool there = !MASK_QUERIES || shift[h] < -MINUS_INFINITY;
         return pack(there && sees(row, key, kv_len) ? x : 0.0f, there && sees(row, key + 1, kv_len) ? y : 0.0f);
     }

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
     for (int i = 0; i < MINE * 4; i++) clear(dkeys[i / 4][i / 2 % 2][i % 2]), clear(dvalues[i / 4][i / 2 % 2][i % 2]);
 
     const int first_tile = CAUSAL ? first_key / ROWS * ROWS : 0;
-    const int members = first_key < n.kv_end ? group : 0;  // of keys that nobody sees, nothing is computed
+    const int members = first_key < n.kv_end ? group : 0;  // nothing is computed for keys that no query sees
 #pragma unroll 1
     for (int member = 0; member < members; member++) {
         const int head = kv_head * group + member;
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
         for (int first_query = first_tile; first_query < q_len; first_query += ROWS) {
             Share<ROWS, THREADS> moved;
             moved.load(queries, query_row, first_query, q_len);
-            __syncthreads();  // the tile before is used up
+            __syncthreads();  // all warps have read the tile before
             moved.store(tiles.queries);
             moved.load(douts, dout_row, first_query, q_len);
             moved.store(tiles.douts);

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
         if (LENGTHS) n.kv_end = min(kv_len, lengths[batch]);
         if (first_key >= n.kv_end) continue;  // the same for the whole block
         dropout.problem = (u32)problem;
-        __syncthreads();  // the tiles before are used up
+        __syncthreads();  // all warps have read the tiles before
         {
             Share<ROWS, THREADS> moved;
             moved.load(query + batch * query_batch + head * query_head, query_row, first_query, q_len);
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
 
     // through shared memory, so that a thread can add up a row or a column in order
     float* all = (float*)shared_memory;
-    __syncthreads();  // the last tiles are used up
+    __syncthreads();  // all warps have read the last tiles
 #pragma unroll
     for (int i = 0; i < ROW_TILES * GROUPS * 8; i++) {
         const int row = i / (8 * GROUPS) * 32 + held_row(lane) + 2 * row_index(i), column = 8 * (GROUPS * warp + i / 8 % GROUPS) + held_column(lane, i % 8);

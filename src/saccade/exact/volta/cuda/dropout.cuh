@@ -1,8 +1,8 @@
 // The weights that survive dropout, by the draws that all backends share: Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011), as
 // saccade/engine/philox.py defines it.
 //
-// The function is not that of launch/cuda/philox.cuh, which makes the two halves of a product one by one: with that one, 57 of 81 configurations
-// of forward and dQ (all with dropout) have other machine code, and nobody has timed the two on the GPUs that these kernels are for.
+// The function differs from that of launch/cuda/philox.cuh, which computes the two halves of a product separately. With that one, 57 of 81
+// configurations of forward and dQ (all with dropout) have other machine code, which nobody has timed on the GPUs that these kernels are for.
 #pragma once
 #include "instruction.cuh"
 

@@ -4,7 +4,7 @@
 // where it matters.
 //
 // A block has FAR_ROWS rows that follow each other in [B, H, Tq], maybe of several problems, which it takes one after the other: each of its
-// warps multiplies all rows by 8 keys at a time, read from memory as they lie.
+// warps multiplies all rows by 8 keys at a time, read directly from memory.
 //
 // Macros: HEAD_DIM, THREADS, CAUSAL, MASK, LENGTHS, HALF_SUMS (as in backward: the maximum has to be that of the scores that backward finds).
 #pragma once

@@ -2,7 +2,7 @@
 //
 // A warp owns 32 * ROW_TILES queries, whose scores, weights and sums stay in its registers. Weights become the left operand of the second
 // product by two exchanges between lanes l and l ^ 2 for each 8 x 8 tile (by none with float16 sums). All quad-pairs read the same keys and
-// values, and values are multiplied as they lie. There are two barriers a tile; the keys of the next tile and the values of this one are on
+// values, and values are multiplied without rearrangement. There are two barriers a tile; the keys of the next tile and the values of this one are on
 // their way through registers meanwhile.
 //
 // Shared memory:   | K: KEYS rows | V: KEYS rows | Q: ROWS rows |     rows of STRIDE numbers, see tile.cuh
@@ -61,8 +61,8 @@ __device__ __forceinline__ void multiply_keys(
     for (int i = 0; i < ROW_TILES * GROUPS; i++) widen(scores[i / GROUPS][i % GROUPS], products[i / GROUPS][i % GROUPS]);
 }
 
-// Scores become weights relative to a score that is no smaller than the largest so far by more than SLACK powers of two; where it has
-// to rise, what was summed before is brought to it. Mostly it stays: to bring 64 x D sums to a new one costs as much as the weights.
+// Scores become weights relative to a reference score, which may be below the largest so far by at most SLACK powers of two. If the reference rises,
+// earlier sums are rescaled to it. It seldom rises: rescaling 64 x D sums costs as much as the weights.
 template <bool CHECKED>
 __device__ __forceinline__ void soften(
     State& state, float (&scores)[ROW_TILES][GROUPS][8], const Mask& mask, float factor, int first_query, int first_key, int q_len,
@@ -124,8 +124,7 @@ __device__ __forceinline__ void drop(
 }
 
 #if HALF_SUMS
-// A tile's products are summed by themselves and added once: where sums are large, and their roundings with them, there are KEYS / 4
-// times fewer.
+// A tile's products are summed separately and added once, so that large sums, with their large roundings, are rounded KEYS / 4 times less often.
 __device__ __forceinline__ void multiply_values(State& state, const float (&weights)[ROW_TILES][GROUPS][8], const Half* values, int lane) {
     const int l = lane & 3, h = lane >> 4;
     u32 a[ROW_TILES][GROUPS][4];
@@ -238,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_forward(
     Half* keys = (Half*)shared_memory;
     Half* values = (Half*)(shared_memory + TILE_BYTES(KEYS));
     Half* queries = (Half*)(shared_memory + 2 * TILE_BYTES(KEYS));
-    // 32 rows at a time: all at once would take more registers than the loop has
+    // 32 rows at a time: all together would take more registers than the loop has
 #pragma unroll 1
     for (int row = 0; row < ROWS; row += 32) {
         Share<32, THREADS> some;
@@ -263,13 +262,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_forward(
     }
 #pragma unroll 1
     for (int first_key = 0; first_key < end; first_key += KEYS) {
-        __syncthreads();  // keys are there, values of the tile before are used up
+        __syncthreads();  // keys are loaded, and all warps have read the values of the tile before
         moved.load(value, value_row, first_key, kv_end);
         const bool needed = !CAUSAL || first_key < first_query + 32 * ROW_TILES;
         float scores[ROW_TILES][GROUPS][8];
         if (needed) multiply_keys(scores, queries, keys, lane);  // S = Q K^T
         moved.store(values);
-        __syncthreads();  // values are there, keys are used up
+        __syncthreads();  // values are loaded, and all warps have read the keys
         const bool more = first_key + KEYS < end;
         if (more) moved.load(key, key_row, first_key + KEYS, kv_end);
         if (needed) {

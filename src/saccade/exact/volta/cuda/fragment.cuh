@@ -1,7 +1,7 @@
 // Fragments of a warp: the quad-pairs stand on top of each other, so that one instruction multiplies 32 rows of A.
 //
 // A quad-pair may take any 8 of the 32 rows. Row l + 4 h of quad-pair p is row 4 p + l + 16 h of the 32, which is the lane's
-// own number: a lane holds row `lane` of A, and in C rows `lane & ~2` and `lane & ~2 | 2`, shared with lane ^ 2 alone.
+// own number: a lane holds row `lane` of A, and in C rows `lane & ~2` and `lane & ~2 | 2`, shared only with lane ^ 2.
 #pragma once
 #include "m8n8k4.cuh"
 

@@ -14,8 +14,8 @@
 // differences of numbers that nearly cancel; and the additions to dQ in memory, one for each 64 keys in no order. S is then the very number that
 // forward with HALF_SUMS had, so that the weights of a row still add up to 1. A sum beyond 65,504 is infinite, of dS^T Q and dS K before `scale`.
 //
-// P = exp2(s - shift), but exp2((s - maximum) - log2(sum)) in rows whose lse is too coarse (far.cuh): tiles without such a row, and without an
-// edge, know nothing of it.
+// P = exp2(s - shift), but exp2((s - maximum) - log2(sum)) in rows whose lse is too coarse (far.cuh): tiles without such a row and without an edge
+// run no code for it.
 #pragma once
 #include "sums.cuh"
 #include "dropout.cuh"

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_query_gradie
     for (int first_key = 0; first_key < end; first_key += KEYS) {
         Share<KEYS, THREADS> moved;
         moved.load(key, key_row, first_key, n.kv_end);
-        __syncthreads();  // the tile before is used up
+        __syncthreads();  // all warps have read the tile before
         moved.store(tiles.keys);
         moved.load(value, value_row, first_key, n.kv_end);
         moved.store(tiles.values);
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_query_gradie
 #pragma unroll
         for (int m = 0; m < MINE; m++) {
             if (PAIRS % WARPS && warp + WARPS * m >= PAIRS) continue;
-#if HALF_SUMS  // a tile by itself, as in multiply_transposed
+#if HALF_SUMS  // a tile is summed separately, as in multiply_transposed
             Sums products[ROW_TILES][2];
 #pragma unroll
             for (int i = 0; i < ROW_TILES * 2; i++) clear(products[i / 2][i % 2]);

@@ -1,7 +1,7 @@
 // The part of a lane in the 32 x 8 sums of a product, in float32 or, with HALF_SUMS, in float16.
 //
 //   float32: 8 numbers, of rows `lane & ~2` and 2 further, four columns each; the other four lie in lane ^ 2
-//   float16: 4 pairs, row `lane` whole; it is the left operand of another product as it lies
+//   float16: 4 pairs, row `lane` whole; it is directly the left operand of another product
 #pragma once
 #include "fragment.cuh"
 

@@ -1,10 +1,10 @@
 // The parts that the kernels of the backward of sm_90a share: sizes, masks of pairs, dropout, products over D, results.
 //
-// A thread block owns 128 rows, 64 a warpgroup, whose operands stay in shared memory; a producer warpgroup brings tiles of the other side
-// (TMA) with what belongs to them: the stored bits, and in the dK, dV kernel lse and delta.
+// A thread block owns 128 rows, 64 a warpgroup, whose operands stay in shared memory; a producer warpgroup loads tiles of the other side
+// (TMA) with the stored bits, and in the dK, dV kernel with lse and delta.
 //
 // With a bias P = exp(scale * Q K^T + bias - lse), the difference before it is scaled to base 2: next to finfo.min a score in base 2 would overflow.
-// Producer threads copy its tiles, 16 bytes each, and a barrier tells when they are there. Next to a large score the logarithm of the sum is lost
+// Producer threads copy its tiles, 16 bytes each, and a barrier completes with them. Next to a large score the logarithm of the sum is lost
 // in lse: where |lse| is above FAR the dQ kernel adds up the weights of a row, and gives -log2 of the sum to the dK, dV kernel. lse is never below
 // the largest score, so these weights are at most 1.
 //
@@ -88,7 +88,7 @@ __device__ __forceinline__ u32 odd_bits(u32 word, int t) {
     return word << (6 - 2 * t);
 }
 
-// 32 words of a warp, one a lane, as a matrix of bits: rows and columns exchanged
+// transposes 32 words of a warp, one a lane, as a matrix of bits
 __device__ __forceinline__ u32 transpose_bits(u32 x) {
 #pragma unroll
     for (int j = 16; j > 0; j /= 2) {

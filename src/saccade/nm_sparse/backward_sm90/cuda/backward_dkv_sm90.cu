@@ -4,7 +4,7 @@
 //   dV += P^T dO   dK += scale dS^T Q                                   over the queries of all heads of a group, in order
 //
 // A thread block owns 128 keys; K and V stay in shared memory, tiles of 64 queries of Q and dO come by TMA into a ring of STAGES. Scores
-// are computed with keys as rows, so P^T and dS^T, rounded, are register operands of dV and dK as they are.
+// are computed with keys as rows, so P^T and dS^T, rounded, are register operands of dV and dK.
 //
 // Two pairs of producer warps take tiles in turn: reading the bits, which come from memory, lasts about as long as a tile. A warp brings the
 // bits of 64 keys, turned round so that a consumer reads 64 bits, of 64 queries, of each of its two keys; and lse or delta.
@@ -94,7 +94,7 @@ struct Producer {
     u32 near[2], far[2];  // of a tile, the bits of queries `lane` and `lane + 32`
     float stats[2];       // of both
 
-    // which 64 keys of the block this warp brings the bits of; 0: it brings lse too, 1: delta
+    // the 64 keys of the block whose bits this warp loads; with 0 it loads lse too, with 1 delta
     __device__ __forceinline__ int half() const { return thread_of() / 32 % 2; }
 
     __device__ __forceinline__ void load_own() {
@@ -127,7 +127,7 @@ struct Producer {
         }
     }
 
-    // what a lane brings of a tile, from memory
+    // what a lane loads of a tile, from memory
     __device__ __forceinline__ void fetch(int step) {
         int query = 64 * work.tile(step) + lane_of();
         long long row = (long long)(work.batch * sizes.heads + work.head(step, sizes)) * sizes.q_len + query;
@@ -139,7 +139,7 @@ struct Producer {
         stats[1] = query + 32 < sizes.q_len ? numbers[row + 32] : 0.0f;
     }
 
-    // the tile of the bias, and with the second 64 keys what corrects the weights
+    // the tile of the bias, and with the second 64 keys the corrections of the weights
     __device__ __forceinline__ void bring_bias(int step, int stage) const {
         int query = 64 * work.tile(step), head = work.head(step, sizes);
         copy_bias<64, BLOCK, BIAS_PITCH, 64>(shared.bias(stage), sizes, work.batch, head, query, work.first_key, thread_of() % 64);
@@ -176,7 +176,7 @@ struct Producer {
             if (thread_of() % 64 == 0) load_tile(step, stage);
             __syncwarp();
             if constexpr (BIAS) bring_bias(step, stage);
-            // The bits are not fetched before the wait, since 24 registers hold no more; the ring is long enough to hide their latency.
+            // The bits are not fetched before the wait, because 24 registers hold no more; the ring is long enough to hide their latency.
             fetch(step);
             store(stage);
             __syncwarp();
@@ -247,7 +247,7 @@ struct Consumer {
     // scores -> weights, of column groups i and i + 1
     __device__ __forceinline__ void weigh_two(int stage, int i) {
         int key = int(threadIdx.x - 128) / 32 * 16;
-        u32 words[4];  // four blocks of 8 queries and 8 keys, turned round: [group][h]
+        u32 words[4];  // four blocks of 8 queries and 8 keys, transposed: [group][h]
         if constexpr (BIAS == 2) {
             int lane = lane_of();
             load_transposed(words, shared.bias(stage) + (8 * (i + lane / 16) + lane % 8) * BIAS_PITCH + (key + lane / 8 % 2 * 8) * 2);
@@ -343,7 +343,7 @@ struct Consumer {
             products_begin();
             issue_rows(dkey, dscores, shared.query(stage));  // dK += dS^T Q
             products_wait<DROPOUT || BLOCKS ? 0 : 1>();  // dV: frees the registers of its operand. No product may run while `draw` loops
-            // The place is given back at once: before its next tile this warpgroup may have to pass tiles that come to the same place.
+            // The place is freed immediately: before its next tile, this warpgroup may have to pass tiles that use the same place.
             if (BLOCKS) release(shared, stage);
             step = next_tile(steps, shows, shared, warpgroup, n);
         }

@@ -3,7 +3,7 @@
 //   S = Q K^T    P = exp(S - lse) where the bit is set, else 0    dP = dO V^T    dS = P (dP - delta)    dQ = scale dS K
 //
 // A thread block owns 128 queries; Q and dO stay in shared memory, tiles of BLOCK_KV keys of K and V come by TMA into a ring of STAGES,
-// with their bits. dS, rounded, is the register operand of dQ as it is. (Compressed for sparse tensor cores it is slower: the exchange between
+// with their bits. dS, rounded, is the register operand of dQ. (Compressed for sparse tensor cores it is slower: the exchange between
 // lanes costs more than half a product saves. See docs/notes/nm_sparse.md.)
 //
 // Shared memory:   | Q: 128 rows | dO: 128 rows | STAGES x (K, V) | STAGES x bits of 128 queries | BIAS: STAGES x 128 rows | barriers (`Barrier`) |

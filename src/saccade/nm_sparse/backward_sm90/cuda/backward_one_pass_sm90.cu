@@ -5,19 +5,19 @@
 //   dQ += dS K                                                          over the blocks of keys, in order, in memory
 //
 // A thread block owns 128 keys, 64 a warpgroup; K and V stay in shared memory, tiles of 64 queries of Q and dO come by TMA. P^T, rounded, is a
-// register operand of dV as it is. dS^T of both warpgroups meets in shared memory; one tile later each warpgroup makes the dK of its keys of it and
-// half of the columns of the dQ, so that a warpgroup's other work runs beside products of its own:
+// register operand of dV. Both warpgroups write dS^T to shared memory. One tile later each makes from it the dK of its keys and half of the columns
+// of dQ, so that a warpgroup's other work overlaps with its own products:
 //
 //   tensor cores   | S n | dQ n-1 | dK n-1 | dP n | dV n   | S n+1 | dQ n | ...
 //   other units          | P n    P n      | dS n                  | P n+1
 //
-// The tensor cores wait for the rest. So no load from shared memory, which takes 500 clocks during products, is on the way from one
-// product to the next; dP begins at -delta; and products are issued when few are pending, since a warp stands still while they are many.
+// The other units limit the loop, and the tensor cores wait. So no load from shared memory, which takes 500 clocks during products, lies between one
+// product and the next, and dP begins at -delta. Products are issued when few are pending, because a warp stalls while many are.
 //
 // One thread adds the dQ of a tile to float32 sums in memory, by the copy engine. ORDERED: blocks of keys add in turn, of which each tile of
-// queries keeps count, so sums are the same every time; the first one stores and nothing has to be cleared. A block waits only for those that
-// took their number before it, all of which run or have run. Causal: from the diagonal to the first keys, which takes blocks of few queries first:
-// block j then comes to tile 2j + 2k when block j + 1 has left it.
+// queries keeps count, so sums are the same every time; the first one stores and nothing has to be cleared. A block waits only for blocks with
+// smaller numbers, all of which have started. Causal: from the diagonal to the first keys, which takes blocks of few queries first: block j then
+// comes to tile 2j + 2k when block j + 1 has left it.
 //
 // Shared memory:   | K: 128 rows | V: 128 rows | QUERY_STAGES x Q | STAGES x dO | 2 x dS^T: 128 rows of 64 | dQ of a tile, float |
 //                  | QUERY_STAGES x bits of 128 keys | QUERY_STAGES x (-lse, delta) | barriers (`Barrier`) | number of the block |
@@ -44,7 +44,7 @@ enum Barrier {
     BARRIERS
 };
 enum NamedBarrier { SCORES_STORED = 1 };  // 0 is __syncthreads
-enum Warp { TILES, ADDS, BITS };          // what warps of the producer do; BITS: two of them
+enum Warp { TILES, ADDS, BITS };          // the roles of the producer's warps; BITS: two of them
 
 struct OnePassShared {
     u32 base;
@@ -117,7 +117,7 @@ struct Place {
     __device__ __forceinline__ int problem(const Sizes& sizes) const { return work.batch * sizes.heads + head; }
 };
 
-// One thread, that asks for K, V and the tiles of Q and dO.
+// One thread that requests K, V and the tiles of Q and dO.
 struct Loader {
     const TensorMap &query_map, &key_map, &value_map, &dout_map;
     const Sizes& sizes;
@@ -156,8 +156,8 @@ struct Loader {
     }
 };
 
-// A warp that brings the bits of 64 of the keys, turned round so that a consumer reads 64 bits, of 64 queries, of each of its two keys; the first
-// one brings lse too, the second delta. Two warps: what one does for a tile takes half as long as all products of the tile.
+// A warp that loads the bits of 64 of the keys, transposed so that a consumer reads 64 bits, of 64 queries, for each of its two keys; the first
+// one loads lse too, the second delta. Two warps share this: one takes half as long for a tile as all products of the tile.
 struct Bits {
     const unsigned* kept;
     const float* numbers;  // lse or delta
@@ -218,7 +218,7 @@ struct Bits {
     }
 };
 
-// One thread, that adds the dQ of each tile to the sums in memory.
+// One thread that adds the dQ of each tile to the sums in memory.
 struct Adder {
     float* parked;   // 2 HALF_BYTES a tile of each head
     int* turns;      // blocks that have added, of each tile of each head
@@ -326,7 +326,7 @@ struct Consumer {
         products_commit();
     }
 
-    // writes the dQ of tile n where the thread that adds it finds it
+    // writes the dQ of tile n to the place from which the adding thread reads it
     __device__ __forceinline__ void store_dquery(int n) {
         barrier_wait(shared.barrier(SUMS_EMPTY), (n & 1) ^ 1);
         u32 to = shared.sums(warpgroup) + threadIdx.x % 128 * 16;
@@ -430,7 +430,7 @@ struct Consumer {
             products_begin();
             issue_dprobs(values, shared.dout(douts.stage));
             issue_dvalue(shared.dout(douts.stage));
-            if (n > 0) hand_over();  // not before: the tensor cores would wait for the fence
+            if (n > 0) hand_over();  // not earlier: the tensor cores would wait for the fence
             products_wait<1>();
             if (n > 0) release(QUERY_EMPTY + before);
             differentiate(dscores);  // dS^T = P^T (dP^T - delta)
@@ -461,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     OnePassShared shared(memory);
     if (threadIdx.x == 0) {
         for (int s = 0; s < QUERY_STAGES; s++) {
-            barrier_init(shared.barrier(QUERY_FULL + s), 3);  // the copies, and two warps that bring bits
+            barrier_init(shared.barrier(QUERY_FULL + s), 3);  // the copies, and two warps that load bits
             barrier_init(shared.barrier(QUERY_EMPTY + s), WARPGROUPS);
         }
         for (int s = 0; s < STAGES; s++) {
@@ -472,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
         barrier_init(shared.barrier(SUMS_FULL), 4 * WARPGROUPS);
         barrier_init(shared.barrier(SUMS_EMPTY), 1);
         barrier_fence();
-        // behind the counts of turns: the number of the next block. Blocks that wait for others have to come after them
+        // behind the counts of turns: the number of the next block. A block must start after those that it waits for
         store_shared(shared.number(), atomicAdd(turns, 1));
     }
     __syncthreads();

@@ -54,7 +54,7 @@ struct Steps {
     }
 };
 
-// BLOCKS: each warp of a consumer tells that it has done with a tile: where its warpgroup passes tiles without products, one warp could be a whole
+// BLOCKS: each warp of a consumer arrives when it has finished a tile: where its warpgroup passes tiles without products, one warp could be a whole
 // pass through the ring ahead of another, for which the parities are then those of another pass.
 constexpr int RELEASES = BLOCKS ? 4 * WARPGROUPS : WARPGROUPS;
 

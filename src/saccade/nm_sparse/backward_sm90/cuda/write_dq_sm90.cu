@@ -1,6 +1,5 @@
 // dQ = scale times the sums that `backward_one_pass_sm90.cu` left in memory, rounded: a thread block a tile of 64 queries.
-//
-// Sums lie as that kernel's warpgroups held them, each half of the columns: [tile][half][8 columns][thread][h][2 columns].
+// Sums have the order in which that kernel's warpgroups held them, each half of the columns: [tile][half][8 columns][thread][h][2 columns].
 //
 // Compiled with HEAD_DIM (64 or 128), BF16.
 #include "backward.cuh"

@@ -4,11 +4,11 @@
 //   each warp        TALL x 16 queries, adjacent; K and V come by cp.async (tile_copies.cuh), STAGES tiles at a time
 //
 // A fragment of K or V that a warp reads is multiplied with all queries of the warp: with 16 queries a warp, reading shared memory took longer
-// than the products. How tiles lie in shared memory, and how products read them, stands in tiles_half.cuh and tiles_tf32.cuh.
+// than the products. tiles_half.cuh and tiles_tf32.cuh describe the layout of tiles in shared memory and how products read them.
 //
-// On sm_90 an addition takes as long beside `mma.sync` as alone, whichever warp it belongs to. So what counts is how many instructions a tile
-// takes, and that one of the two warps of a scheduler can always issue its next one. With STAGES of 3 or 4 the warps wait for no barrier of the
-// whole block within a tile (turns.cuh), which is 3 to 12 % faster.
+// On sm_90 an addition takes as long while `mma.sync` runs, in any warp, as without it. So two things count: how many instructions a tile takes, and
+// that one of the two warps of a scheduler can always issue its next one. With STAGES of 3 or 4 the warps wait for no barrier of the whole block
+// within a tile (turns.cuh), which is 3 to 12 % faster.
 //
 // Shared memory:   | STAGES x (K, V) | Q of the block (16-bit numbers) | STAGES > 2: the barrier of turns |
 //
@@ -26,7 +26,7 @@
 
 constexpr int BLOCK_Q = 16 * TALL * WARPS;
 constexpr bool TURNS = STAGES > 2;
-constexpr int AHEAD = STAGES - 2;  // TURNS: tiles that are asked for ahead of the one in hand
+constexpr int AHEAD = STAGES - 2;  // TURNS: tiles that are requested ahead of the current one
 static_assert(!TURNS || !(BLOCKS || KEYS || TF32 || BIAS), "tiles follow each other, their last keys are at an edge, and are operands as they come");
 static_assert(STAGES * STAGE_BYTES + BLOCK_Q * QUERY_ROW_BYTES + (TURNS ? 8 : 0) <= SHARED_BYTES, "the launch asks for too little shared memory");
 static_assert(PARTS == 1 || (PARTS == STEPS && TALL == 2 && TURNS && !DROPOUT), "parts are products over 32 keys");
@@ -34,9 +34,9 @@ static_assert(SELECTION != SELECT_UNORDERED || !DROPOUT, "dropout reads codes in
 
 // PARTS > 1
 constexpr float CODES_OF_TWO = CODES_ZERO + (CODES_BEGIN > CODES_ZERO ? 0x8888 : 0);
-// bfloat16 holds what float32 does: the sum of a row tells of weights that are too large, and none is made for each tile
+// bfloat16 holds what float32 does: the sum of a row shows weights that are too large, so no check is made for each tile
 constexpr bool SUM_GOES_ON = BF16;
-constexpr float MOST = 1073741824.0f;  // as many keys of weight 1 there are not
+constexpr float MOST = 1073741824.0f;  // no row has so many keys of weight 1
 
 struct WarpRows : Operands {
     using Operands::Operands;
@@ -129,7 +129,7 @@ struct WarpRows : Operands {
         rows[0].metadata[part] = share_metadata_of_two(codes, rows[0].t);
     }
 
-    // A tile that all rows see to its end. `ask` asks for another tile, `land` waits for the next one's copies.
+    // A tile that all rows see to its end. `ask` requests another tile, `land` waits for the next one's copies.
     template <class Ask, class Land>
     __device__ __forceinline__ void attend(int tile, int stage, u32* kept, Ask ask, Land land) {
         float codes[TALL];
@@ -193,9 +193,9 @@ __device__ __forceinline__ bool sees(const unsigned char* mask, int query, int c
 }
 
 // Tile after tile, a turn each. A warp arrives for a turn early in the tile before it: by then the warp's copies for the turn's tile have landed,
-// and the warp is done with the tile before that. It waits for the turn before it reads the turn's tile. When a warp asks for a tile that will lie
-// two or more places ahead, all warps have arrived for the tile in hand, so all are done with the tile whose place the new one takes. Every warp
-// goes through all tiles, whether its queries see them or not: otherwise others would wait for its arrivals for ever.
+// and the warp has finished the tile before that. It waits for the turn before it reads the turn's tile. When a warp requests a tile two or more
+// places ahead, all warps have arrived for the current tile, so all have finished the tile whose place the new one takes. Every warp goes through all
+// tiles, whether its queries see them or not: otherwise others would wait for its arrivals for ever.
 template <class Warp>
 __device__ __forceinline__ void go_in_turns(Warp& warp, KeyTiles& all_keys, ValueTiles& all_values, u32 turns, int tile, int own, u32* kept) {
     const int q_len = warp.rows[0].sizes.q_len, kv_len = warp.rows[0].sizes.kv_len;
@@ -274,7 +274,7 @@ __device__ __forceinline__ void go_together(
         copies_wait<0>();
         settle_tile<KeyTiles>(warp.keys(stage));
         if (STAGES == 2) settle_tile<ValueTiles>(warp.values(stage));
-        __syncthreads();  // and nobody reads the places of the tile before any more
+        __syncthreads();  // and no warp still reads the places of the tile before
         if (STAGES == 1) {
             if (turn)
                 all_values.copy(warp.values(0), tile, kv_len);
@@ -302,8 +302,8 @@ __device__ __forceinline__ void go_together(
         bool seen = !BLOCKS && (!CAUSAL || TALL == 2);
         seen = seen || sees(block_mask, own, 16 * TALL, tile, sizes);
         bool masked = QUERY_BITS || (tile + 1) * BLOCK_KV > whole;
-        // The copies stand between the products and the selection: without them ptxas moves the last products into the selection, and the
-        // kernel took 12 % longer at D = 128.
+        // The copies are issued between the products and the selection: otherwise ptxas moves the last products into the selection, and the kernel
+        // took 12 % longer at D = 128.
         if (seen) {
 #pragma unroll
             for (int m = 0; m < TALL; m++) warp.rows[m].ask_bias(tile);

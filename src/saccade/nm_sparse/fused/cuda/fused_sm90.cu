@@ -3,8 +3,8 @@
 //   producer warp    K and V tiles by TMA into rings of STAGES tiles, Q once a block; K with its keys permuted
 //   each warpgroup   64 queries:  S of tile i, then P V of tile i - 1, while the other warpgroups select and exponentiate
 //
-// A tile of BLOCK_KV keys lies in shared memory as two halves j = 0, 1: row 8 q + 2 t + b of half j is key 16 q + 4 t + 2 j + b. Lane
-// 4 g + t of a warp then finds keys 16 q + 4 t .. + 3 of a row in one place of each half, which is what a sparse product wants of it.
+// A tile of BLOCK_KV keys lies in shared memory as two halves j = 0, 1: row 8 q + 2 t + b of half j is key 16 q + 4 t + 2 j + b. Lane 4 g + t of a
+// warp then holds keys 16 q + 4 t .. + 3 of a row, two from each half, as a sparse product needs them.
 //
 // Shared memory:   | Q of each warpgroup | K: STAGES tiles | V: STAGES tiles | barriers (`Barrier`) | BLOCKS: a byte for each key tile, OWN_TILES a bit |
 //
@@ -94,7 +94,7 @@ struct QueryBlock {
     }
 };
 
-// The pieces of work that a thread block does: one piece, or with PERSISTENT every gridDim-th. They follow from blockIdx and gridDim alone: with a
+// The pieces of work that a thread block does: one piece, or with PERSISTENT every gridDim-th. They follow only from blockIdx and gridDim: with a
 // counter in memory ptxas no longer took the places in the rings for uniform, and made 38 R2UR instructions a tile.
 //
 // Blocks of queries that are not full come first. If only one warpgroup has queries in such a block, two such blocks count as one step: a block
@@ -166,8 +166,8 @@ __device__ __forceinline__ void find_seen(const QueryBlock& work, const FusedSha
     }
 }
 
-// OWN_TILES: the tiles that are seen, the last one first. A byte for each tile would be looked at one after the other: of 256 tiles BigBird's mask
-// hides 249, whose bytes at 70 clocks each, by estimate, last longer than the products of the other 7.
+// OWN_TILES: the tiles that are seen, the last one first. Bytes would be read one by one. BigBird's mask hides 249 of 256 tiles, whose bytes at 70
+// clocks each would take longer than the products of the other 7 (an estimate).
 struct SeenTiles {
     FusedShared shared;
     int word;
@@ -282,15 +282,15 @@ struct Producer {
 
 // A warpgroup: 64 queries of a block, 16 a warp.
 //
-// Registers bind: 160 a thread with three warpgroups, of which the arrays here and in `Rows` take 133 at D = 128 and BLOCK_KV = 96.
+// Registers are the limit: 160 a thread with three warpgroups, of which the arrays here and in `Rows` take 133 at D = 128 and BLOCK_KV = 96.
 struct Consumer : Rows {
     FusedShared shared;
     int warpgroup, place = 0, query_parity = 0;
-    u32 query[QUERY_STEPS ? 4 * QUERY_STEPS : 1];  // of the first steps of S. The others read Q where it lies
+    u32 query[QUERY_STEPS ? 4 * QUERY_STEPS : 1];  // of the first steps of S. The others read Q from shared memory
 
     __device__ __forceinline__ Consumer(const Sizes& sizes, const FusedShared& shared) : Rows(sizes), shared(shared) {
-        // The compiler takes a value that comes from a shuffle for the same in all lanes. It runs products one by one in a loop that it takes
-        // for divergent.
+        // The compiler assumes that the result of a shuffle is the same in all lanes. It runs products one by one in a loop that it considers
+        // divergent.
         warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
     }
 
@@ -359,7 +359,7 @@ struct Consumer : Rows {
             if constexpr (OVERLAP) products_wait<0>();
             retry<MASKED>(tile);
         }
-        // behind the branch: ptxas moves a wait as far up as it can, here above `select`
+        // after the branch: ptxas moves a wait as far up as it can, here above `select`
         if constexpr (OVERLAP) products_wait<0>();
         accept();
         if (STORES) store_selection(tile, kept);
@@ -471,7 +471,7 @@ struct Consumer : Rows {
                     first_tile(tile, kept);
                 open = true;
             } else {
-                // These values cannot wait any longer: their place in the ring is needed for a later tile.
+                // These values must be multiplied now: their place in the ring is needed for a later tile.
                 if (open) last_values();
                 open = false;
                 skip();

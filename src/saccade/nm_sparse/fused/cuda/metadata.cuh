@@ -22,7 +22,7 @@ __device__ __forceinline__ u32 share_metadata(u32 low_keys, u32 high_keys, int t
 
 // The metadata register of 2 x 16 rows and 32 keys: that of the first 16 rows in lanes t = 0 and 1 (selector 0), of the others in 2 and 3 (selector 1).
 // codes[m]: a lane's, each 16 ^ (q + 2 h) times the code of row g + 8 h and its keys of the q-th 16, on 2^23. Four codes of each of four lanes
-// go to the lane that speaks of those keys: bytes to the half of the lanes, then digits within it.
+// go to the lane that holds the metadata of those keys: bytes to the half of the lanes, then digits within it.
 __device__ __forceinline__ u32 share_metadata_of_two(const float* codes, int t) {
     u32 mine = __byte_perm(__float_as_uint(codes[0]), __float_as_uint(codes[1]), 0x5410);
     mine = __byte_perm(mine, __shfl_xor_sync(~0u, mine, 2), t & 2 ? 0x3726 : 0x5140);

@@ -5,8 +5,8 @@
 // 16 q + 4 t + 2 j + {0, 1}; 8 and two of TF32, whose two are as the accumulator has them.
 //
 // Weights are exp(s - r) for a reference r that is not the running maximum: the largest score of the first tile, raised (and O and the
-// sum rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop; r only has to
-// keep weights inside the format, and the sum, needed anyhow, tells. NaN fails the comparison too and comes out of `raise`.
+// sum rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop: r only has to keep weights
+// inside the format, and the sum, which is needed anyhow, shows whether it does. NaN fails the comparison too and comes out of `raise`.
 //
 // With a bias, scores become scale * Q K^T + bias in place, before the selection; then exponents are (s - r) * log2(e), the difference first, and the
 // reference is not in base 2: next to finfo.min, which models use for hidden keys, s * log2(e) would overflow. A score of -inf is hidden.
@@ -21,7 +21,7 @@
 #include "philox.cuh"
 #include "selection.cuh"
 
-constexpr int RUN = TF32 ? 2 : 4;  // 8 bytes of adjacent keys: what one code of metadata speaks of
+constexpr int RUN = TF32 ? 2 : 4;  // 8 bytes of adjacent keys: the group that one code of metadata describes
 constexpr int SPAN = 4 * RUN;
 constexpr int SPANS = BLOCK_KV / SPAN;
 constexpr int STEPS = SPANS / 2;  // sparse products over keys
@@ -30,7 +30,7 @@ static_assert(!QUERY_BITS || (BLOCKS && BLOCK_KV == 64), "a tile is two words of
 static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
 
 constexpr float LIMIT = 16384.0f;  // a weight times this still fits half precision
-// offset of a row that has seen no key: finite, so that -inf plus it is no NaN; without a bias scores come from products alone, none is as large
+// offset of a row that has seen no key: finite, so that -inf plus it is no NaN; without a bias scores are only products, and none is as large
 constexpr float UNSEEN = BIAS ? LARGEST : 1e30f;
 
 struct Sizes {
@@ -82,7 +82,7 @@ __device__ __forceinline__ BiasRun load_run(const unsigned char* at) {
     return run;
 }
 
-// the weight of an exponent: base 2, but with a bias
+// the weight of an exponent: in base 2, except with a bias
 __device__ __forceinline__ float weight_of(float exponent) {
     return exp2_fast(BIAS ? exponent * LOG2E : exponent);
 }
@@ -128,7 +128,7 @@ struct Rows {
     // the factor of scores in exponents
     __device__ __forceinline__ float exponent_scale() const { return BIAS ? 1.0f : sizes.scale; }
 
-    // Rows behind the last query are not stored; they take a bias that there is.
+    // Rows behind the last query are not stored; they read a bias that exists.
     __device__ __forceinline__ void find_bias() {
         long long index = problem / sizes.heads * sizes.bias_batch + problem % sizes.heads * sizes.bias_head;
         index += min(row(0), sizes.q_len - 1) * sizes.bias_row;
@@ -136,7 +136,7 @@ struct Rows {
         bias_below = row(1) < sizes.q_len ? 8 * BIAS * sizes.bias_row : 0;
     }
 
-    // BIAS: asks for that of a tile, before its products, which hide the time it takes. Behind the last key there may be none to read.
+    // BIAS: requests the bias of a tile before its products, which hide the latency. Behind the last key there may be none to read.
     __device__ __forceinline__ void ask_bias(int tile) {
         if constexpr (!BIAS) return;
 #pragma unroll
@@ -161,7 +161,7 @@ struct Rows {
                 }
     }
 
-    // Rows behind the last query are not stored; they take bits that there are.
+    // Rows behind the last query are not stored; they read bits that exist.
     __device__ __forceinline__ void find_bits() {
         long long index = (long long)(problem / sizes.heads) * sizes.keys_batch + (long long)(problem % sizes.heads) * sizes.keys_head;
         index += (long long)min(row(0), sizes.q_len - 1) * sizes.keys_query;
@@ -183,14 +183,14 @@ struct Rows {
     __device__ __forceinline__ int edge(int tile, int h, float opaque_one = 1.0f) const {
         if (!MASKED || KEYS || QUERY_BITS) return 0;
         int last = last_key(h) - tile * BLOCK_KV - RUN * t;
-        // The value passes through a shuffle, so that ptxas cannot know that it is the same for the other rows: it would compare for all rows at
-        // once, and keep 64 results.
+        // The value passes through a shuffle, so that ptxas cannot know that it is the same for the other rows: it would compare for all rows
+        // together, and keep 64 results.
         if (TALL > 1 && !CAUSAL) last = __shfl_xor_sync(~0u, last, 0);
         if (TALL) last *= int(opaque_one);  // not on sm_90a: the product would change the schedule of the kernel there
         return last;
     }
 
-    // QUERY_BITS: asks for the bits of a tile, before its products, which take longer than the bits
+    // QUERY_BITS: requests the bits of a tile before its products, which take longer than the load
     __device__ __forceinline__ void ask_bits(int tile) {
         if constexpr (!QUERY_BITS) return;
 #pragma unroll
@@ -332,7 +332,7 @@ struct Rows {
     __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, too_much()); }
     __device__ __forceinline__ bool too_much() const { return !(added[0] <= LIMIT && added[1] <= LIMIT); }
 
-    // Computes weights that were too large once more, with a reference that fits.
+    // Recomputes weights that were too large, with a reference that fits.
     template <bool MASKED>
     __device__ __forceinline__ void retry(int tile, int begin = 0, int end = SPANS) {
         // Scores are multiplied by a 1 that the compiler cannot know. Otherwise ptxas keeps the results of the first selection's comparisons for
@@ -352,8 +352,8 @@ struct Rows {
         sum[0] += added[0];
         sum[1] += added[1];
         if constexpr (OVERLAP) {
-            // Multiplied by the 1 that the compiler cannot know: it would do away with a plain copy, `select` would then write registers that the
-            // running products read, and ptxas would wait after each product instead.
+            // Multiplied by the 1 that the compiler cannot know: it would remove a plain copy. `select` would then write registers that the running
+            // products read, and ptxas would wait after each product.
 #pragma unroll
             for (int i = 0; i < 2 * SPANS; i++) packed[i] = selected[i] * u32(sizes.opaque_one);
         }
@@ -376,7 +376,7 @@ struct Rows {
 
     // lane t = 0 stores the words of row g, lane t = 1 those of row g + 8
     __device__ __forceinline__ void store_selection(int tile, unsigned* kept) const {
-        // A group with fewer seen keys than it keeps has taken hidden ones, with weights of 0. The causal edge and masks are told by other bits.
+        // A group with fewer visible keys than it keeps has taken hidden ones, with weights of 0. Other bits record the causal edge and masks.
         const bool hidden = BIAS && __any_sync(~0u, least == MINUS_INFINITY);
         int query = row(t & 1), word = tile * (BLOCK_KV / 32), last = last_key(t & 1) - 32 * word;
         bool stores = t < 2 && query < sizes.q_len;

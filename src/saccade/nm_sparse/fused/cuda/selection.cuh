@@ -9,16 +9,16 @@
 //   both of the second        n2 > m1                  code 14  (2, 3)
 //   one of each               otherwise, m1 and m2     code 8 + (b > a) + 4 (d > c)
 //
-// NaN: max and min keep it, every comparison with it fails, so that a pair which holds one gives it on.
+// NaN: max and min keep it, and every comparison with it fails, so a pair that holds a NaN passes it on.
 //
-// Codes are summed as floats. Two rows share a word, the second 16 bits up, on top of 2^23, where the mantissa counts units: comparisons
-// and minima run at half rate on the integer unit, which binds; predicated additions and multiply-adds run on the float units.
+// Codes are summed as floats. Two rows share a word, the second 16 bits up, on top of 2^23, where the mantissa counts units: comparisons and minima
+// run at half rate on the integer unit, which is the limit; predicated additions and multiply-adds run on the float units.
 #pragma once
 #include "numbers.cuh"
 
 // how a selection is computed: the same result, other instructions (docs/notes/nm_sparse.md counts them)
 #define SELECT_OVERRIDE 2   // predicated; one-of-each is written first, the other two cases over it
-#define SELECT_EARLY 3      // the same with the code of one-of-each before the cases are told; the two weights go to the sum one by one
+#define SELECT_EARLY 3      // the same with the code of one-of-each written before the comparisons; the two weights are added one by one
 #define SELECT_UNORDERED 4  // the kept two, and their indices, in any order
 
 #if SELECTION == SELECT_UNORDERED && !PAIRS

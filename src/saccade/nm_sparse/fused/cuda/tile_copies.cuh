@@ -1,7 +1,7 @@
 // Copies of tiles of K and V into shared memory by 16 bytes, for fused_sm80.cu, where CHUNKS of them make a row of D numbers.
 //
-// If D lets it, each thread copies one column of 16 bytes, from rows at a fixed distance: places are constants, and addresses two
-// additions each. With places and rows found anew for each 16 bytes, copies were 450 instructions of 1,400 of a warp and tile of float32.
+// If D allows it, each thread copies one column of 16 bytes, from rows at a fixed distance: places are constants, and addresses take two additions
+// each. With places and rows computed for each 16 bytes, copies were 450 of 1,400 instructions of a warp and tile of float32.
 #pragma once
 #include "async_copy.cuh"
 #include "numbers.cuh"
@@ -31,7 +31,7 @@ struct Tiles {
     __device__ __forceinline__ Tiles(const Number* from, long long stride, int tile) : from(from), stride(stride), copied(tile) {
         int thread = threadIdx.x;
         own = from + (tile * BLOCK_KV + row_at(thread / CHUNKS)) * stride + thread % CHUNKS * NUMBERS;
-        asm("" : "+l"(own));  // otherwise the compiler computes the address anew for each tile, by 64-bit multiplications
+        asm("" : "+l"(own));  // otherwise the compiler computes the address again for each tile, by 64-bit multiplications
     }
 
     // copies a tile that is not the last one of the keys, so that it is full
@@ -54,7 +54,7 @@ struct Tiles {
 
     // copies any tile, with zeros for rows beyond the last key
     __device__ __forceinline__ void copy_first(u32 memory, int tile, int kv_len) const {
-        int thread = thread_of();  // so that addresses are computed here: kept over the tiles, they were spilled
+        int thread = thread_of();  // so that addresses are computed here: kept in registers over the tiles, they were spilled
 #pragma unroll 1
         for (int i = thread; i < BLOCK_KV * CHUNKS; i += THREADS) {
             int place = i / CHUNKS, chunk = i % CHUNKS, key = tile * BLOCK_KV + row_at(place);

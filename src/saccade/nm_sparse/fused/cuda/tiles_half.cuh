@@ -111,6 +111,6 @@ struct Operands {
 typedef Tiles<ROW_BYTES, true> KeyTiles;
 typedef Tiles<ROW_BYTES, false> ValueTiles;
 
-// There is nothing to do: numbers of 16 bits are operands as they were copied.
+// Nothing to do: 16-bit numbers are operands as copied.
 template <class Tiles>
 __device__ __forceinline__ void settle_tile(u32) {}

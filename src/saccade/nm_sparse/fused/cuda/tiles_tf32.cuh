@@ -1,7 +1,7 @@
 // Tiles of float32 K and V in shared memory and a warp's products with them as TF32, for fused_sm80.cu.
 //
 // A lane's two neighbours in an accumulator are the pair that "1:2" chooses from, so keys stay in order. Operands are single numbers,
-// and rows are padded so that 32 lanes meet no bank twice: lane 4g + t reads word t of row g of K (rows 4 words past a multiple of 32),
+// and rows are padded so that 32 lanes have no bank conflict: lane 4g + t reads word t of row g of K (rows 4 words past a multiple of 32),
 // word g of row t of V (8 words past).
 #pragma once
 #define SCORE_GROUP(q, j) (q)
@@ -13,7 +13,7 @@ constexpr int WIDE = (HEAD_DIM + 31) / 32 * 32;
 constexpr int KEY_WORDS = WIDE + 4, VALUE_WORDS = WIDE + 8;  // of a row
 constexpr int STAGE_BYTES = 4 * BLOCK_KV * (KEY_WORDS + VALUE_WORDS);
 constexpr int CHUNKS = HEAD_DIM / 4;  // of 16 bytes, a row
-constexpr int QUERY_ROW_BYTES = 0;    // Q is in registers alone
+constexpr int QUERY_ROW_BYTES = 0;    // Q is only in registers
 #include "tile_copies.cuh"
 
 __device__ __forceinline__ u32 load_word(u32 address) {
@@ -82,8 +82,8 @@ __device__ __forceinline__ void store_rounded(u32 address, const float (&x)[4]) 
                  : "memory");
 }
 
-// Rounded once in place, by the thread whose copies have arrived: rounded where they are read, every warp would do it again, 512
-// instructions for 192 products of a tile at D = 128. Four loads at a time: one waits some 30 clocks.
+// Rounded once in place, by the thread whose copies have arrived. If readers rounded, every warp would do it again: 512 instructions for 192 products
+// of a tile at D = 128. Four loads at a time, because one load waits some 30 clocks.
 template <class Tiles>
 __device__ __forceinline__ void settle_tile(u32 tile) {
     int thread = threadIdx.x;

@@ -1,6 +1,5 @@
 // A barrier that the warps of a block need not reach together. A warp arrives early in one tile and waits in the next tile, so that two warps
-// may be a tile apart, and one of them selects while the other multiplies. With __syncthreads in each tile all warps did the same thing at the
-// same time.
+// may be a tile apart, and one of them selects while the other multiplies. With __syncthreads in each tile all warps would do the same thing at the same time.
 //
 // The barrier is an mbarrier as sm_80 has it. A warp arrives for a turn only after it has waited for the turn before, so one barrier serves all
 // turns.

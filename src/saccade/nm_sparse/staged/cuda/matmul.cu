@@ -5,8 +5,8 @@
 //
 // Rows of W and V are chunks of 16 bytes. The kept weights of a row are half as many as its keys.
 //
-// The metadata of 32 rows and 2 * OWNED keys lie in memory as 32 words, word l of which is what lane l must hold for both of the warp's
-// products of 16 rows, one with selector 0 and one with 1 (CUTLASS made its layout for this), so they are copied as they are.
+// The metadata of 32 rows and 2 * OWNED keys are 32 words in memory. Lane l must hold word l for both of the warp's products of 16 rows, one with
+// selector 0 and one with 1 (CUTLASS made its layout for this), so they are copied unchanged.
 //
 // Macros: DTYPE, WIDTH (columns of a block, a multiple of 16), CAUSAL, WARPS, STAGES, BLOCKS, STEPS (sparse products along the keys of a
 // stage, 2 or 4: 64 or 128 bytes of a row of weights at a time).
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_matmul(
         const int ahead = i + STAGES - 1;
         if (ahead < stages) fill_stage(base + ahead % STAGES * STAGE_BYTES, from, ahead * KEYS);
         copies_commit();
-        if (first_query >= rows) continue;  // a whole warp, which would read metadata that nobody wrote
+        if (first_query >= rows) continue;  // a whole warp leaves, which would read metadata that was never written
         const u32 offset = i % STAGES * STAGE_BYTES, tile = base + offset;
         const unsigned char* values = shared_memory + offset + WEIGHT_BYTES;
         const u32* words = (const u32*)(values + VALUE_BYTES) + 32 * warp + lane;

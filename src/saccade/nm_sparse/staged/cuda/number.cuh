@@ -1,4 +1,4 @@
-// Numbers as they lie in memory: bfloat16 (DTYPE 0), float16 (1), float32 rounded to TF32 where it is multiplied (2).
+// Number formats in memory: bfloat16 (DTYPE 0), float16 (1), float32 rounded to TF32 where it is multiplied (2).
 #pragma once
 #define BF16 (DTYPE == 0)
 #define TF32 (DTYPE == 2)

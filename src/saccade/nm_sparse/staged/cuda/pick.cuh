@@ -1,5 +1,5 @@
-// The selection among neighbouring scores in single instructions. Comparisons, minima and selects share a pipe of half rate, and there are
-// many; so codes add up in a float, and what is kept is picked by predicated multiplications with the scale: both run on the other pipe.
+// The selection among neighbouring scores in single instructions. Comparisons, minima and selects share a pipe of half rate, and there are many of
+// them. So codes add up in a float, and kept scores are picked by predicated multiplications with the scale: both run on the other pipe.
 //
 // codes: 2^23 plus 16 bits of metadata, which the float holds exactly; u is 16^i for the i-th four bits. NaN loses here to any number, but
 // `largest` is NaN then. Equal scores leave the lower index.

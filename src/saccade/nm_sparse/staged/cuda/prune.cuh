@@ -11,7 +11,7 @@
 // where codes start: from 2^23 on a float holds every integer of 16 bits exactly (pick.cuh)
 #define CODES (8388608.0f + (TF32 ? 0x4444 : 0x8888))
 
-// `kept` times `scale`; `probe` is NaN if any score is, and the result is then wrong: ask `prune_with_nan`
+// `kept` times `scale`; `probe` is NaN if any score is, and the result is then wrong: call `prune_with_nan`
 __device__ __forceinline__ u32 prune(const float (&s)[OWNED], float scale, u32 (&kept)[4], float& probe) {
     float codes = CODES;
 #pragma unroll

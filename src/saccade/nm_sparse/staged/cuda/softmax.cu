@@ -1,4 +1,4 @@
-// Softmax of each row of kept scores, alone or in place: numbers that were pruned count as nothing. A row without a score above -inf
+// Softmax of each row of kept scores, into another tensor or in place; pruned numbers do not count. A row without a score above -inf
 // becomes zeros. LANES threads share a row and hold VECTORS chunks of 16 bytes each, so a row is read once.
 //
 //   m = max s    P = exp(s - m)    w = P / sum(P)

@@ -14,7 +14,7 @@ __device__ __forceinline__ u32 chunk_offset(int row, int turn, int chunk) {
     return (u32)(row * STRIDE + permuted) * 16;
 }
 
-// The copies of a tile, [rows, CHUNKS] of 16 bytes, are dealt out to THREADS threads: this thread's are (row + i * rows a turn, chunk),
+// The copies of a tile, [rows, CHUNKS] of 16 bytes, are distributed over THREADS threads: this thread's are (row + i * rows a turn, chunk),
 // so that their addresses need no division, wherever CHUNKS divides THREADS.
 template <int CHUNKS, int THREADS>
 struct Share {

@@ -14,7 +14,8 @@ using namespace saccade;
 namespace {
 
 // dout [rows, group, q_len, value_dim], delta [rows, group, q_len], dquery as query. Each segment of the blocks adds to its own part of dkey [segments, rows,
-// kv_len, dim], dvalue and dbias (null without a bias). So threads never meet, and sums do not depend on the number of threads. All begin as 0.
+// kv_len, dim], dvalue and dbias (null without a bias). So threads never write to the same memory, and sums do not depend on the number of threads.
+// All sums begin at 0.
 struct Gradients {
   const float *dout, *delta;
   float *dquery, *dkey, *dvalue, *dbias;

@@ -1,4 +1,4 @@
-// The position from which on no query keeps a key: the keep-th smallest among the positions of the keys that rank above it.
+// The first position that no longer keeps a key: the keep-th smallest position among the keys that rank above it.
 
 #include <algorithm>
 #include <cstdint>
@@ -19,7 +19,7 @@ uint64_t rank_of(float score, int64_t position) {
   return static_cast<uint64_t>(bits) << 32 | static_cast<uint32_t>(position);
 }
 
-// heap[0], the least, becomes `rank`, which is not less.
+// Replaces heap[0], the smallest, by `rank`, which is not smaller.
 void replace_least(std::vector<uint64_t>& heap, uint64_t rank) {
   size_t hole = 0;
   for (size_t child; (child = 2 * hole + 1) < heap.size(); hole = child) {

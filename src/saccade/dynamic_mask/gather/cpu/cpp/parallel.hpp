@@ -11,14 +11,14 @@
 #include <thread>
 #include <vector>
 
-// The entry of OpenMP's run-time library that `#pragma omp parallel` calls in GCC: `run(data)` on a team of threads. Weak, so that it is found in the
-// library that torch has loaded for its own operations, and absent where there is none. A second pool of threads would wait for milliseconds
+// The entry of OpenMP's run-time library that `#pragma omp parallel` calls in GCC: `run(data)` on a team of threads. Weak, so that it resolves to the
+// library that torch has loaded for its own operations, and to null if there is none. A second pool of threads would wait for milliseconds
 // behind torch's, which spin after each operation.
 extern "C" __attribute__((weak)) void GOMP_parallel(void (*run)(void*), void* data, unsigned threads, unsigned flags);
 
 namespace saccade {
 
-// Runs `run` on threads of this call alone, which costs about 20 us for each.
+// Runs `run` on new threads for this call, which costs about 20 us for each.
 template <class Run>
 void on_own_threads(int threads, const Run& run) {
   std::vector<std::thread> others;
@@ -26,13 +26,13 @@ void on_own_threads(int threads, const Run& run) {
   try {
     for (int i = 1; i < threads; i++) others.emplace_back([&] { run(); });
   } catch (const std::system_error&) {
-    // the machine gives no more threads: those that there are do all
+    // the system refuses more threads: the existing ones do all the work
   }
   run();
   for (auto& other : others) other.join();
 }
 
-// The process that loaded the library. A child of a fork has none of the threads that OpenMP believes in, and would wait for them.
+// The process that loaded the library. A forked child lacks the threads that OpenMP still counts, and would wait for them.
 inline const pid_t loaded_by = getpid();
 
 // Runs `work(next)` on up to `threads` threads; `next()` hands out 0 to count - 1, once each, then -1. False if memory ran out. A negative number of

@@ -1,5 +1,5 @@
-// The three products of a block of queries and its list of keys. Scores and weights lie transposed, a key a row and a query a lane,
-// so that a softmax needs no sum across lanes, and rows of K and V are read where they lie: nothing is gathered into a copy.
+// The three products of a block of queries and its list of keys. Scores and weights are transposed, a key a row and a query a lane,
+// so that a softmax needs no sum across lanes. Rows of K and V are read in place: nothing is gathered into a copy.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The weights of a block of queries and its list of keys, before they are divided by their sums: what forward and backward both begin with.
+// The unnormalised weights of a block of queries and its list of keys, with which both forward and backward begin.
 #pragma once
 
 #include <algorithm>

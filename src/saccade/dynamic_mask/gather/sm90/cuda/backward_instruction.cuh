@@ -51,7 +51,7 @@ __device__ __forceinline__ float exp2_here(float x) {
     return y;
 }
 
-// `sync_threads` of warpgroup.cuh, and whether any of them says so
+// `sync_threads` of warpgroup.cuh; returns whether the condition holds in any of the threads
 template <int THREADS>
 __device__ __forceinline__ int sync_threads_or(int barrier, bool x) {
     int any;
@@ -64,8 +64,8 @@ __device__ __forceinline__ int sync_threads_or(int barrier, bool x) {
     return any;
 }
 
-// A row of floats in shared memory added to one in memory, unless that is null; both are the same in all lanes, and the elected one, always
-// the same, hands it over. Rows of one lane each would be handed over one by one in a loop of 40 clocks a turn.
+// Adds a row of floats in shared memory to one in device memory, unless that is null. Both addresses are the same in all lanes. The elected lane,
+// always the same, hands it over. Rows of one lane each would be handed over one by one in a loop of 40 clocks a turn.
 __device__ __forceinline__ void add_row(u64 to, u32 from) {
     asm volatile(
         "{ .reg .pred elected, real; elect.sync _|elected, 0xffffffff;\n"
@@ -77,12 +77,12 @@ __device__ __forceinline__ void add_row(u64 to, u32 from) {
 __device__ __forceinline__ void additions_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// until the rows of all but the last GROUPS groups of this thread have been read
+// waits until the rows of all but the last GROUPS groups of this thread have been read
 template <int GROUPS>
 __device__ __forceinline__ void additions_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(GROUPS) : "memory");
 }
-// until all of them are in memory
+// waits until all of them are in device memory
 __device__ __forceinline__ void additions_end() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

@@ -12,14 +12,13 @@
 //   one (D 128)   dQ and dV or dK of this tile, S and dP of the next: P and dS of two tiles, or three tiles, have no place
 //
 // Programs are persistent. Rows of a block: row r is query r / GROUP_PAD and head r % GROUP_PAD of a key head's group, GROUP_PAD a power of two.
-//
-// The additions have to run behind everything else. Each warp puts its 16 keys into an area of its own, with the address of every row behind
-// it, and goes on to the next tile, whose products are under way by then. The queue of the copy engine is short, and who hands it rows is
-// held up when it is full: that is left to a warp that does nothing else. An area is written again once its rows have been read, a tile later.
+// The additions must overlap with everything else. Each warp puts its 16 keys into an area of its own, with the address of every row behind
+// it, and goes on to the next tile, whose products are under way by then. The queue of the copy engine is short, and a warp that adds to a full queue
+// stalls. So a separate warp does only that. An area is written again once its rows have been read, a tile later.
 //
 // Next to large scores lse has lost the logarithm of the sum. The list of a block with such a row is gathered twice: first for the exact
 // maximum and sum of its rows (`measure`), then for the gradients, with weights relative to the maximum, and dO and delta, in which
-// every gradient is linear, divided by the sum. So the walk over the keys has no instruction more than other blocks need.
+// every gradient is linear, divided by the sum. So the walk over the keys needs no extra instruction.
 //
 // Lane 4g + t of a warp holds rows g and g + 8 of its 16, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i.
 //
@@ -47,7 +46,7 @@ constexpr int OWN_BYTES = 64 * HEAD_DIM * 2;      // Q or dO of one warpgroup
 constexpr int PAIR_BYTES = PART_ROWS * 128;       // P or dS of a part and a tile
 constexpr int LINE_BYTES = 4 * HEAD_DIM + 32;     // a row, its address, its sum; four rows of a store then lie in different banks
 constexpr int AREA_BYTES = 16 * LINE_BYTES;       // of a warp
-constexpr bool IN_VALUES = PARTS == 1;            // dS takes the place of V, which nobody reads behind dP
+constexpr bool IN_VALUES = PARTS == 1;            // dS takes the place of V, which is not read after dP
 // at D = 64 the sums of dS come with dK, of columns of ones beside Q; at D = 128 Q has two column blocks, and ones no place as far behind them
 constexpr bool SUMS_INSIDE = HAS_SCORES && HEAD_DIM == 64;
 constexpr int ONES_BYTES = HEAD_DIM == 64 ? 2048 : 1024;
@@ -160,7 +159,7 @@ struct Consumer {
         return row_of(64 * part) + thread / 32 * 16 + thread % 32 / 4 + 8 * h;
     }
 
-    // Q, dO and O of a block: what this thread brings of its warpgroup's rows, and numbers of the rows that its lane holds
+    // Q, dO and O of a block: this thread's part of its warpgroup's rows, and numbers of the rows that its lane holds
     struct Rows {
         uint4 query[LOADS], dout[LOADS], out[LOADS];
         float lse[PARTS][2], dlse[PARTS][2];
@@ -216,7 +215,7 @@ struct Consumer {
         for (int i = 0; i < 2 * PARTS; i++) {
             float lse = rows.lse[i / 2][i % 2];
             delta[i / 2][i % 2] = __int_as_float(load_shared(shared.delta(held_row(i / 2, i % 2)))) - rows.dlse[i / 2][i % 2];
-            // a row that sees no key, or is none: its weights are 0
+            // a row that sees no key, or does not exist: its weights are 0
             shift[i / 2][i % 2] = lse == MINUS_INFINITY ? -MINUS_INFINITY : max_nan(min_nan(lse * LOG2E, LARGEST), -LARGEST);
         }
         position = given.kv_len - given.q_len + work.block * (ROWS >> given.group_shift);
@@ -464,7 +463,7 @@ struct Consumer {
         sync_threads(ALL, 256);
     }
 
-    // all products of a block with keys, the last under way. Returns the first key of the last tile, whose dV and dK are handed over by no one yet
+    // all products of a block with keys, the last under way. Returns the first key of the last tile, whose dV and dK are not handed over yet
     __device__ __forceinline__ int multiply_two() {
         wait_tile();
         products_begin();
@@ -495,7 +494,7 @@ struct Consumer {
         return first;
     }
 
-    // With one part: P and dS of the tile in hand, once its products are there
+    // With one part: P and dS of the current tile, once its products are complete
     __device__ __forceinline__ void differentiate(int first) {
         products_wait<1>();
 #pragma unroll
@@ -510,7 +509,7 @@ struct Consumer {
     __device__ __forceinline__ void exchange() {
         int row = 64 * HALF + 16 * warp + lane % 16;
         u32 to = row * 128 + ((lane / 16) ^ (lane & 7)) * 16;  // `swizzled`: `row` ends with the bits of `lane`
-        // nobody reads P of the tile before, nor V of this one, whose place dS takes
+        // no warp still reads P of the tile before, or V of this one, whose place dS takes
         barrier_wait(shared.multiplied(), multiplied);
         multiplied ^= 1;
 #pragma unroll
@@ -574,7 +573,7 @@ struct Consumer {
         return first;
     }
 
-    // what the products made of a tile's keys, for the copy engine; the tile's place is given back
+    // dV or dK of a tile's keys, handed to the copy engine; the tile's place is freed
     __device__ __forceinline__ void hand_over(int stage, int first) {
         int index = load_shared(shared.ring().index(stage) + 4 * (16 * warp + lane % 16));
         __syncwarp();
@@ -643,8 +642,8 @@ struct Consumer {
     }
 };
 
-// The list of every block of this program, twice where a row is far: what `Consumer::measure` walks, then what the gradients do. Both sides look
-// at the same numbers.
+// The list of every block of this program, twice where a row is far: what `Consumer::measure` walks, then what the gradients do. Both sides read the
+// same numbers.
 __device__ __forceinline__ void gather_lists(Gatherer& gatherer, const Given& given) {
     for (int index = blockIdx.x; index < given.total; index += gridDim.x) {
         QueryBlock work(index, given.owners, given.blocks);

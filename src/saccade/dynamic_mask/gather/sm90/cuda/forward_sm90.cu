@@ -10,16 +10,14 @@
 // is copied behind the first S of this one (QUERY_PLACES 2) or behind its last.
 //
 // Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i of 8. Two
-// neighbouring weights rounded to 16 bits share a register, and these registers are the operand of P V as they are.
+// neighbouring weights rounded to 16 bits share a register, and these registers are the operand of P V.
 //
 // Weights are exp(s - r) for a reference r that is not the running maximum: the largest score of the first tile, raised (and O and the sum
-// rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop; r only has to keep
-// weights inside the format, and the sum, needed anyhow, tells. NaN fails the comparison too and comes out of `raise`.
-//
-// Instructions bind the loop: one more for each weight costs what its issue takes (docs/notes/dynamic_mask.md), while the exponentials
+// rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop: r only has to keep weights
+// inside the format, and the sum, which is needed anyhow, shows whether it does. NaN fails the comparison too and comes out of `raise`.
+// Instruction issue limits the loop: one more instruction for each weight costs its issue time (docs/notes/dynamic_mask.md), while the exponentials
 // cost nothing. Hence references near 0 are 0 (`settle`), bias is read by 16 bytes, and addresses grow by constants.
-//
-// Registers bound WARPGROUPS: scores, O, weights and bias take 128 of 160 at D = 128 with three, 96 of 112 at D = 64 with four.
+// Registers limit WARPGROUPS: scores, O, weights and bias take 128 of 160 at D = 128 with three, 96 of 112 at D = 64 with four.
 //
 // Shared memory:   | Q of each warpgroup, QUERY_PLACES times; O leaves through it at D = 64 | ring: K, V, notes, full and empty (gather.cuh) |
 //
@@ -58,8 +56,8 @@ struct Sizes {
     long long query_batch, query_head, query_row, out_batch, out_head, out_row;
 };
 
-// The load is volatile, so that a tile that is weighed a second time is read a second time. Otherwise the assembler keeps the results of the first
-// comparisons as predicates packed into registers, which takes 70 instructions a masked tile.
+// The load is volatile, so that it is repeated when the weights of a tile are computed again. Otherwise ptxas keeps the first comparisons as
+// predicates packed into registers, which takes 70 instructions a masked tile.
 template <class Pair>
 __device__ __forceinline__ Pair load_pair(u32 address) {
     Pair pair;
@@ -126,7 +124,7 @@ struct Consumer {
     float offset[2], sum[2], added[2];  // offset: -reference, in the exponent; added: to the sum by the tile in hand
 
     __device__ __forceinline__ Consumer(const Sizes& sizes, Ring ring, u32 queries) : sizes(sizes), ring(ring) {
-        // the compiler takes what comes from a shuffle for the same in all lanes; loops that it takes for divergent serialise products
+        // the compiler assumes that the result of a shuffle is the same in all lanes; in loops that it considers divergent, products are serialised
         warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
         query = queries + warpgroup * QUERY_BYTES;
         other = query + (QUERY_PLACES - 1) * WARPGROUPS * QUERY_BYTES;
@@ -251,8 +249,8 @@ struct Consumer {
         }
     }
 
-    // act(i, h, exponents) for what this lane holds of the first GROUPS column groups of the tile in hand. MASKED: `bias` is read here,
-    // there are no registers for all of it
+    // Calls act(i, h, exponents) for this lane's numbers of the first GROUPS column groups of the current tile. MASKED: `bias` is read here, because
+    // registers cannot hold all of it
     template <bool MASKED, int GROUPS, class Act>
     __device__ __forceinline__ void each_pair(const float2 (&bias)[GROUPS], const Act& act) const {
         u32 from = notes();
@@ -272,7 +270,7 @@ struct Consumer {
         }
     }
 
-    // weights of the tile in hand as an operand, which no product may be reading, and what they add to the sum
+    // the weights of the current tile as an operand, which no product may be reading, and their sum
     template <bool MASKED, bool SHIFTED, int GROUPS>
     __device__ __forceinline__ void weigh(const float2 (&bias)[GROUPS]) {
         each_pair<MASKED>(bias, [&](int i, int h, float2 x) {
@@ -289,7 +287,7 @@ struct Consumer {
     // whether a weight of these rows is too large for its format, or NaN
     __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, !(added[0] <= LIMIT && added[1] <= LIMIT)); }
 
-    // a reference of each row that is no less than its scores in the tile in hand, nor than the one before
+    // a reference for each row, at least as large as its scores in the current tile and the reference before
     template <bool MASKED, int GROUPS>
     __device__ __forceinline__ void refer(const float2 (&bias)[GROUPS]) {
         float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
@@ -320,7 +318,7 @@ struct Consumer {
         scale_rows(out, factor);
     }
 
-    // Computes weights that were too large once more, with a reference that fits.
+    // Recomputes weights that were too large, with a reference that fits.
     template <bool MASKED, int N>
     __device__ __forceinline__ void retry() {
         float2 bias[N / 8];
@@ -337,7 +335,7 @@ struct Consumer {
         place.advance();
     }
 
-    // The first tile of a block, when there are no weights to multiply with V yet. whole: how many keys all rows see.
+    // The first tile of a block, before there are weights to multiply with V. whole: how many keys all rows see.
     __device__ __forceinline__ void first_tile(int whole, bool more, const Block& following) {
         float2 bias[BLOCK_N / 8];
         barrier_wait(ring.full(place.stage), place.parity);
@@ -390,7 +388,7 @@ struct Consumer {
         release(before);
     }
 
-    // `following`: the next block of this program, whose Q is asked for when this one needs its own no longer
+    // `following`: the next block of this program, whose Q is requested when this one no longer needs its own
     __device__ __forceinline__ void attend(int count, int whole, bool more, const Block& following) {
         if (count > 0) {
             int rest = count - whole;
@@ -426,7 +424,7 @@ struct Consumer {
         if (QUERY_PLACES == 2) store_rows(rows, inverse);
     }
 
-    // Stores O by way of shared memory, where this warp's rows of Q were, so that whole rows of 128 bytes are written.
+    // Stores O through shared memory, where this warp's rows of Q were, so that complete rows of 128 bytes are written.
     __device__ __forceinline__ void store_rows(Number* to, const float (&factor)[2]) const {
         int x = thread_of(), lane = x % 32, first = x % 128 / 32 * 16;
         u32 area = query + first * 128, put = area + lane % 16 * 128;
@@ -496,7 +494,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
         Block block(blockIdx.x, sizes), step(gridDim.x, sizes);
         consumer.copy_query(block);
         if (consumer.warpgroup == WARPGROUPS - 1) consumer.pass_turn();
-        // of the block in hand; asked for a block ahead
+        // of the current block; requested a block ahead
         int counted = counts[block.list(sizes, blocks)], wholly = wholes[block.list(sizes, blocks)];
         if (QUERY_PLACES == 2) consumer.wait_query();
         for (int index = blockIdx.x; index < total; index += gridDim.x) {

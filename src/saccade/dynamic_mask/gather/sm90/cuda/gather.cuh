@@ -2,9 +2,8 @@
 //
 //   block of queries -> list of keys -> tiles of BLOCK_N keys, each a place of the ring: K, V and for every key bias, start and stop of
 //   its interval of positions and (INDICES) its index. Consumers wait for `full`, and each of their warps arrives at `empty`.
-//
-// K and V lie as wgmma reads them: column blocks of 64 (128 bytes), BLOCK_N rows each, swizzled by 128 bytes. The copies write as threads
-// do and the products read as the copy engine does, so the writers fence (with the consumers it would cost them 150 clocks a tile).
+// K and V have the layout that wgmma reads: column blocks of 64 (128 bytes), BLOCK_N rows each, swizzled by 128 bytes. The copies write as threads
+// do and the products read as the copy engine does, so the writers fence (a fence by the consumers would cost 150 clocks a tile).
 //
 // Compiled with HEAD_DIM (64, 128), BLOCK_N (64, 128), STAGES, HAS_SCORES, INDICES, BF16, GATHER_WARPS (the first of a warpgroup; rows
 // of a tile are shared out among them), WHOLE_TILES (the keys that all queries of a block see end a tile and the others begin one;
@@ -33,7 +32,7 @@ constexpr int NOTES = INDICES ? 4 : 3;
 #ifndef RUNS
 #define RUNS 0
 #endif
-constexpr int GATHER_LAG = STAGES > 2;  // tiles whose copies are under way while the next are asked for; 2 were slower
+constexpr int GATHER_LAG = STAGES > 2;  // tiles whose copies are under way while the next are requested; 2 were slower
 
 // The place of a row's number among those of its tile. A lane of an accumulator holds columns 8i + 2t + {0, 1} of each eight i:
 // PAIRED_NOTES puts those of two eights side by side, 16 bytes for a lane.
@@ -77,7 +76,7 @@ struct Ring {
     }
 };
 
-// what the gatherer reads; strides in elements, of rows in bytes
+// the tensors that the gatherer reads; strides in elements, those of rows in bytes
 struct Gathered {
     const Number *key, *value;
     const float* scores;
@@ -138,10 +137,10 @@ struct Gatherer {
 
     __device__ __forceinline__ Gatherer(const Gathered& given, Ring ring) : given(given), ring(ring) {
         lane = threadIdx.x % 32;
-        // the compiler takes what comes from a shuffle for the same in all lanes
+        // the compiler assumes that the result of a shuffle is the same in all lanes
         first_row = __shfl_sync(~0u, threadIdx.x % (32 * GATHER_WARPS) / 32 * ROWS, 0);
         int row = lane / ACROSS, chunk = lane % ACROSS;
-        // `swizzled`, of a row whose number is no more than 7 past a multiple of 8, which the compiler does not see
+        // `swizzled`, for a row at most 7 past a multiple of 8, which the compiler does not know
         corner = chunk / 8 * COLUMN_BYTES + (first_row + row) * 128 + (((chunk % 8) ^ row) * 16);
     }
 
@@ -162,7 +161,7 @@ struct Gatherer {
             walk<false>(work, tiles, listed);
     }
 
-    // Whether nearly all keys of a list follow each other, as they do where scores rise: of its second half not one in 32 is missing (before
+    // Whether nearly all keys of a list are consecutive, as they are where scores rise: of its second half not one in 32 is missing (before
     // it may stand a few of long ago). Tested for each tile, as `walk` does then, it cost other lists 3 to 6 % of the kernel.
     __device__ __forceinline__ bool runs(const int* listed, int whole) const {
         int half = whole / 2, ends = listed[lane % 2 ? max(whole, 1) - 1 : half];
@@ -177,7 +176,7 @@ struct Gatherer {
         auto* key = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head);
         auto* value = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head);
         int mine = first_row + lane % ROWS;
-        // Indices are asked for two tiles ahead, what belongs to a key one: a tile's copies are issued in less time than a load takes.
+        // Indices are requested two tiles ahead and the numbers of a key one: issuing a tile's copies takes less time than a load.
         // Behind the list comes its last key again: any other could hold NaN, which a weight of 0 does not hide.
         auto index = [&](int tile) { return listed[min(tiles.first(tile) + mine, tiles.end(tile) - 1)]; };
         int now = index(0), next = index(1);
@@ -259,7 +258,7 @@ struct Gatherer {
     __device__ __forceinline__ void wait_for_place() {
         u32 barrier = ring.empty(place.stage);
         if (__all_sync(~0u, barrier_passed(barrier, place.parity ^ 1))) return;
-        announce();  // the consumers may need tiles that are under way before they can give a place back
+        announce();  // the consumers may need tiles that are under way before they can free a place
         barrier_wait(barrier, place.parity ^ 1);
     }
 
