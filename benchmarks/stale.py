@@ -25,6 +25,7 @@ ROOT = HERE.parent
 # file, code before and code now (`code_of`), of which the machine code is the same; or, with a commit, the launches for what was measured there. With
 # `run_by` too, kernels alone differ, and none of them was run but by these problems
 SAME_CODE = HERE / "same_code.csv"
+LAUNCHES = "launches of "  # before the problems that launch otherwise; rows that measure the host are not told about
 ABSENT = "absent"  # the code before of a file that was not there: no launch that was measured needs it
 _SHORT, _LONG = "exact/short/*", "exact/long/*"
 _PACKED = ("exact/ragged/*", _LONG)  # packed sequences beyond a tile run on the kernels of `long`
@@ -263,12 +264,13 @@ def _digest(definitions: frozenset[str]) -> str:
 
 def equal_codes(name: str, code: str, commit: str = "", row: tuple[str, str] = ("", "")) -> set[str]:
     """This code of a file, and its older ones that have the same machine code, by any number of steps. commit: or that have the same launches for what was
-    measured there. row: or whose kernels this problem did not run at this commit."""
+    measured there. row: or whose kernels this problem did not run, or launched the same, at this commit."""
     found = {code}
     for file, before, now, measured, run_by in reversed(_same_code()):
         holds = measured in ("", commit) and not run_by
         if run_by:
-            holds = bool(row[1]) and measured == row[0] and row[1] not in run_by.split("; ")
+            holds = bool(row[1]) and measured == (commit if run_by.startswith(LAUNCHES) else row[0])
+            holds = holds and row[1] not in run_by.removeprefix(LAUNCHES).split("; ")
         if Path(file).name == Path(name).name and now in found and holds:
             found.add(before)
     return found

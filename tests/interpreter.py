@@ -1,6 +1,6 @@
 """Makes Triton's interpreter several times as fast by removing work that it repeats for each operation and each call of a device
 function. Results do not change. It patches private names of Triton, so it applies only to the release it was written for; with
-another one the interpreter is slow, but not wrong."""
+another one the interpreter stays as slow as Triton made it. Adapt this file after an upgrade."""
 
 from __future__ import annotations
 

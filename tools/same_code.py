@@ -4,7 +4,7 @@ CUDA sources are compiled as the tests of their family compile them, and the Tri
 COMMIT and here. A changed file is the same if all builds that reach it have the same instructions, byte for byte. A file of `exact` that shapes launches is
 the same if its backends launch the same for each problem that a table measured at COMMIT (`tools.launches`), and the row names this commit. If the kernels
 of a file alone differ, it also names the problems that run them: the file is the same for all others. If lines alone differ that no problem runs, it
-names none, and rows that measure the host count too.
+names none, and rows that measure the host count too. If some problems are launched otherwise, it names them for the rows of the device alone.
 `benchmarks/same_code.csv` gets a line for each, and `benchmarks/stale.py` then counts the file as unchanged.
 """
 
@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.stale import ABSENT, SAME_CODE, SHAPES, Code, code_of, equal_codes
+from benchmarks.stale import ABSENT, LAUNCHES, SAME_CODE, SHAPES, Code, code_of, equal_codes
 from saccade.errors import SaccadeError
 from saccade.launch.cuda import HEADERS
 from saccade.nvrtc.library import Program, loaded
@@ -192,6 +192,18 @@ def _launches(root: Path, backend: str, commit: str) -> dict[str, dict[str, Any]
     return dict(_printed(root, ["-m", "tools.launches", backend, commit], ROOT))
 
 
+def launched_otherwise(name: str, before: Path, commit: str) -> list[str]:
+    """The measured problems whose launches differ; none if all do."""
+    backends = next(of for folder, of in _LAUNCHED_BY.items() if name.startswith(folder))
+    found, measured = set[str](), set[str]()
+    for backend in backends:
+        now, old = (_launches(root, backend, commit)["launches"] for root in (ROOT, before))
+        measured |= {*now}
+        found |= {problem for problem in {*now, *old} if now.get(problem) != old.get(problem)}
+    plain = {problem.removesuffix(" captured") for problem in found}
+    return sorted(plain) if plain < {problem.removesuffix(" captured") for problem in measured} else []
+
+
 def runs_the_same(name: str, before: Path, commit: str) -> bool:
     """Whether measured problems run the lines of a file that they ran before. Statements that run at import must be as they were."""
     if _outline(before / name) != _outline(ROOT / name):
@@ -242,6 +254,12 @@ def compared(texts: dict[str, str], before: Path, commit: str) -> dict[str, tupl
     launched = same_launches(hosts, before, commit)
     everywhere = {name: (same and name not in shaped, "") for name, same in found.items()}
     everywhere |= {name: (same, commit) for name, same in launched.items() if name not in other}
+    shaping = [name for name, same in launched.items() if not same and name.endswith(".py") and name not in triton]
+    everywhere |= {
+        name: (True, _quoted(commit, LAUNCHES + "; ".join(of)))
+        for name in shaping
+        if (of := launched_otherwise(name, before, commit))
+    }
     # kernels that changed are of no account for problems that do not run them; a header is in no launch
     kernels = [name for name in other if launched.get(name) and not name.endswith(".cuh") and _is_host_alike(name, before)]
     everywhere |= {name: (True, _quoted(commit, "; ".join(run_by(name, commit)) or "none")) for name in kernels}
@@ -298,6 +316,10 @@ def main(
             name: (code_of((before / name).read_text(encoding="utf-8"), name), code_of(text, name))
             for name, text in texts.items()
             if name.endswith((".cu", ".cuh", ".py")) and (before / name).is_file()
+        }
+        # of a header that was split off, as of one that changed, the builds that reach it say whether they are the same
+        codes |= {
+            name: (ABSENT, code_of(text, name)) for name, text in texts.items() if name.endswith(".cuh") and name not in codes
         }
         changed = {name: texts[name] for name, (old, new) in codes.items() if old not in equal_codes(name, new, commit)}
         found = compared(changed, before, commit)

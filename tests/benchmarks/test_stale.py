@@ -212,6 +212,10 @@ def test_a_kernel_is_no_change_for_problems_that_do_not_run_it(repository, tmp_p
     assert older("short_overhead") == [*"aabbcc"]
     know([f"{line},none\n"])
     assert older("short_full") == []
+    # launches say nothing of the host, which rows without a note measure in short_sizes
+    know([f'{line},"launches of b; d"\n'])
+    assert older("short_full") == ["b", "b"]
+    assert older("short_sizes") == ["a", "b", "b", "c"]
     stale._same_code.cache_clear()
 
 

@@ -200,6 +200,17 @@ def test_lines_that_no_problem_runs_are_of_no_account(numbers, ran, expected, tm
     assert same_code.compared({name: LAUNCHER.format(*numbers)}, tmp_path / "before", "abc") == {name: expected}
 
 
+@pytest.mark.parametrize(
+    ("launched", "expected"), [({"a": [1], "b": [2]}, (True, "abc,launches of b")), ({"a": [2], "b": [2]}, (False, "abc"))]
+)
+def test_problems_that_are_launched_otherwise_are_named(launched, expected, tmp_path, monkeypatch):
+    """As long as there are others."""
+    name = "src/saccade/exact/ragged/launchers.py"
+    made = {tmp_path: {"a": [1], "a captured": [1], "b": [1]}, same_code.ROOT: launched | {"a captured": [1]}}
+    monkeypatch.setattr(same_code, "_launches", lambda root, *_: {"launches": made[root], "lines": {}})
+    assert same_code.compared({name: "def forward(): pass"}, tmp_path, "abc") == {name: expected}
+
+
 @pytest.mark.parametrize(("host", "expected"), [(1, (True, 'abc,"a, b; c"')), (2, (False, ""))])
 def test_kernels_that_changed_are_of_no_account_for_problems_that_do_not_run_them(host, expected, tmp_path, monkeypatch):
     name, text = "src/saccade/exact/ragged/plan.py", "@triton.jit\ndef kernel(x):\n    return x + {}\n\n\nLIMIT = {}\n"

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 # Between rounds of keys each block of backward stores dQ of all queries of a sequence: 69 MB at this length and D = 64
 MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
-# With a window a block of backward takes a segment of keys: so many rounds of 128, the first of these numbers that gives every multiprocessor one. It
-# goes on behind the segment as far as a window reaches: for 512 keys before and behind a query half as much work in four rounds, but 1/8 in 16.
+# With a window, a block of backward takes a segment of keys. A segment has so many rounds of 128 keys: the first of these numbers with which every
+# multiprocessor gets a segment. The block continues behind its segment as far as a window reaches. With 512 keys on both sides of a query, this adds half
+# of its work to a segment of four rounds, and an eighth to one of 16.
 # If a sequence may be longer than the largest, blocks have equal shares of all rounds instead: segments of 16 rounds filled the
 # multiprocessors badly. Backward at D = 128 and 8,192 tokens took 0.58 to 0.61 of its time with this and chunks passed (H200, docs/notes/long.md).
 SEGMENTS = (16, 8, 4)
