@@ -62,7 +62,7 @@ GENERATORS = [(pipeline, "batches", "sort into batches"), (tokens, "ahead", "thr
 KINDS = {
     "copies": r"^Mem(cpy|set)|copy_kernel",
     "fused kernels of torch.compile": r"^triton_",
-    "attention": r"^(void )?(forward_|backward_|long_|ragged_|tokens_|pooling_|mask_bits|bias_gradient|_\w*(fwd|bwd)_|"
+    "attention": r"^(void )?(forward_|backward_|long_|ragged_|tokens_|pooling_|mask_bits|bias_(gradient|rows)|_\w*(fwd|bwd)_|"
     r"(bias|bounds|clear|count|delta|in_order|longest_first|place|survivors|weights)_kernel)|fmha|flash|sdpa",
     "pooling": r"segment_reduce",
     "matrix products": r"gemm|gemv|nvjet|cutlass|splitK|cublas",
