@@ -8,10 +8,20 @@ import sys
 
 import pytest
 import torch
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 
 import saccade
+from saccade import nn
 
 B, H, HKV, T, D = 4, 4, 2, 12, 16
 # a GPU multiplies float32 as TF32, in an order that may depend on the batch
@@ -304,6 +314,54 @@ def _dropped(rank, ranks, device):
 
 def test_dropout_of_sharded_heads(two):
     assert max(two(_dropped)) < LIMITS[two.device_type]
+
+
+MODULES = {
+    "self-attention": lambda: nn.SelfAttention(32, 4),
+    "a layer": lambda: nn.EncoderLayer(32, 4, 48, dropout=0.0),
+    "pooling": lambda: nn.AttentionPooling(32, 4),
+    "dynamic masks": lambda: nn.DynamicMaskAttention(32, 4, keep=4),
+}
+
+
+def _modules(rank, ranks, device, name):
+    """The error of outputs and gradients of a module whose parameters are replicated and whose input is sharded by batch."""
+    mesh = init_device_mesh(device.type, (ranks,))
+    torch.manual_seed(5)
+    whole, copy = MODULES[name]().to(device), MODULES[name]().to(device)
+    for parameter in whole.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # the scores of dynamic masks begin as equal ones
+    copy.load_state_dict(whole.state_dict())
+    sharded = distribute_module(copy, mesh)
+    (x,) = data(device, (B, T, 32))
+    given = [x.requires_grad_(), distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()]
+    outs = [module(y) for module, y in zip((whole, sharded), given, strict=True)]
+    torch.autograd.backward(outs, [2 * out.detach() for out in outs])
+    pairs = [outs, [y.grad for y in given], *zip(*[[p.grad for p in m.parameters()] for m in (whole, sharded)], strict=True)]
+    return outs[1].placements == (Shard(0),), max(
+        (a - b.full_tensor()).abs().max().item() / a.abs().max().item() for a, b in pairs if a is not None
+    )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_with_sharded_batches(two, name):
+    for placed, error in two(_modules, name):
+        assert placed
+        assert error < LIMITS[two.device_type]
+
+
+def _refusing_modules(rank, ranks, device):
+    mesh = init_device_mesh(device.type, (ranks,))
+    made = nn.NystromAttention(32, 4, 4), nn.TriangleAttention(32, 8, 4)
+    for module, name, x in zip(made, ("x", "z"), data(device, (B, T, 32), (B, T, T, 32)), strict=True):
+        said = rf"{name} is a DTensor; nn.{type(module).__name__} takes plain tensors"
+        with pytest.raises(saccade.InvalidArgument, match=said):
+            module.to(device)(distribute_tensor(x, mesh, [Shard(0)]))
+    return True
+
+
+def test_modules_that_refuse_dtensors(two):
+    assert all(two(_refusing_modules))
 
 
 def _compiled(rank, ranks, device):

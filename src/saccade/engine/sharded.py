@@ -224,7 +224,22 @@ def _part(name: str, x: Any, dims: Dims, roles: _Roles) -> Any:
         Partial() if role is not None and isinstance(place, Replicate) else place
         for role, place in zip(roles.of, expected, strict=True)
     ]
-    return x.to_local(grad_placements=shared)
+    return _with_gradient_in_order(x.to_local(grad_placements=shared))
+
+
+def _with_gradient_in_order(part: Tensor) -> Tensor:
+    """The part, whose gradient gets its memory order. Some of torch's formulas for DTensors, as that of softplus in torch 2.13, raise for another."""
+    if not part.requires_grad or torch.compiler.is_compiling():
+        return part
+    strides = _strides(part, tuple(part.shape))
+
+    def in_order(gradient: Tensor) -> Tensor:
+        if all(own == wanted for own, wanted, n in zip(gradient.stride(), strides, gradient.shape, strict=True) if n > 1):
+            return gradient
+        return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+    part.register_hook(in_order)
+    return part
 
 
 def _placements(dims: Dims, roles: _Roles) -> list[Any]:

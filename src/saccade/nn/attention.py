@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from saccade.engine.arguments import check_flag, check_probability
 from saccade.engine.kinds import check_kinds
+from saccade.engine.sharded import is_dtensor
 from saccade.errors import InvalidArgument
 from saccade.exact.api import attention, attention_qkvpacked
 from saccade.nn.checks import check_backend, check_heads, check_made, check_tokens, only
@@ -170,6 +171,8 @@ class AttentionPooling(Module):
         check_tokens(x, self.embed_dim)
         key, value = _split_key_value(self.kv_proj(x), self.num_heads)
         query = self.query.to(key.dtype)[:, None, :].expand(x.shape[0], -1, -1, -1)
+        if is_dtensor(key) and is_dtensor(query):
+            query = query.redistribute(placements=key.placements)  # a part of the replicas that each rank has
         dropout_p = self.dropout if self.training else 0.0
         pooled = only(attention(query, key, value, dropout_p=dropout_p, lengths=lengths, backend=self.backend))
         return self.out_proj(pooled.flatten(1))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from saccade.engine.arguments import FLOATING, check_flag, real_number, shown
 from saccade.engine.kinds import check_kinds_but_sharded
+from saccade.engine.sharded import is_dtensor
 from saccade.errors import InvalidArgument
 
 
@@ -79,3 +80,9 @@ def check_tokens(x: Tensor, embed_dim: int, name: str = "x") -> None:
         raise InvalidArgument(f"{name} is a {type(x).__name__}; it must be a torch.Tensor of shape [B, S, {embed_dim}]")
     if x.dim() != 3 or x.shape[-1] != embed_dim:
         raise InvalidArgument(f"{name} has shape {list(x.shape)}; it must be [B, S, {embed_dim}]")
+
+
+def check_plain(name: str, x: Tensor, module: str) -> None:
+    """Raise for a DTensor, in a module whose own operations take none."""
+    if is_dtensor(x):
+        raise InvalidArgument(f"{name} is a DTensor; nn.{module} takes plain tensors, such as {name}.to_local()")

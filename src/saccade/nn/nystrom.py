@@ -15,7 +15,7 @@ from saccade.errors import InvalidArgument
 from saccade.exact.api import attention
 from saccade.nm_sparse.api import nm_sparse_attention
 from saccade.nm_sparse.problem import parse_pattern
-from saccade.nn.checks import check_backend, check_heads, check_made, check_size, check_tokens
+from saccade.nn.checks import check_backend, check_heads, check_made, check_plain, check_size, check_tokens
 from saccade.nn.module import Module
 
 # it converges in about six; this bound catches a number meant for another argument, which would take very long
@@ -89,6 +89,7 @@ class NystromAttention(Module):
             `[B, S, E]`.
         """
         check_tokens(x, self.embed_dim)
+        check_plain("x", x, "NystromAttention")
         qkv = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
         count = self.landmarks if x.shape[1] >= self.landmarks else max(x.shape[1], 1)

@@ -11,7 +11,7 @@ from saccade.engine.arguments import check_flag
 from saccade.engine.kinds import check_kinds_but_sharded
 from saccade.errors import InvalidArgument
 from saccade.exact.triangle import attend_rows
-from saccade.nn.checks import check_backend, check_epsilon, check_made, check_size
+from saccade.nn.checks import check_backend, check_epsilon, check_made, check_plain, check_size
 from saccade.nn.module import Module
 
 
@@ -110,6 +110,7 @@ class TriangleAttention(Module):
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != z.shape[:-1]):
             shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise InvalidArgument(f"mask is {shape}; it must be a torch.Tensor of shape {list(z.shape[:-1])}")
+        check_plain("z", z, "TriangleAttention")
         structures = math.prod(z.shape[:-3])
         x = z.reshape(structures, *z.shape[-3:])
         seen = None if mask is None else (mask != 0).reshape(structures, *mask.shape[-2:])
