@@ -1,4 +1,4 @@
-// dK and dV of N:M attention on sm_90a, for a stored selection. See README.md here.
+// dK and dV of N:M attention on sm_90a, for a stored selection. See README.md of this family.
 //
 //   S^T = K Q^T    P^T = exp(S^T - lse) where the bit is set, else 0    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
 //   dV += P^T dO   dK += scale dS^T Q                                   over the queries of all heads of a group, in order

@@ -1,4 +1,4 @@
-// dQ of N:M attention on sm_90a, for a stored selection. See README.md here.
+// dQ of N:M attention on sm_90a, for a stored selection. See README.md of this family.
 //
 //   S = Q K^T    P = exp(S - lse) where the bit is set, else 0    dP = dO V^T    dS = P (dP - delta)    dQ = scale dS K
 //

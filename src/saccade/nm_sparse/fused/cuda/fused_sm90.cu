@@ -1,4 +1,4 @@
-// Forward of N:M attention on sm_90a: Q K^T by wgmma, selection and softmax in registers, P V by sparse wgmma. See README.md here.
+// Forward of N:M attention on sm_90a: Q K^T by wgmma, selection and softmax in registers, P V by sparse wgmma. See README.md of this family.
 //
 //   producer warp    K and V tiles by TMA into rings of STAGES tiles, Q once a block; K with its keys permuted
 //   each warpgroup   64 queries:  S of tile i, then P V of tile i - 1, while the other warpgroups select and exponentiate

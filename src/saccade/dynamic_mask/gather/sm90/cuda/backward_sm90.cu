@@ -1,4 +1,4 @@
-// Backward of dynamic mask attention on sm_90a in one pass over gathered keys; dK and dV are added up by the copy engine. See README.md here.
+// Backward of dynamic mask attention on sm_90a in one pass over gathered keys; dK and dV are added up by the copy engine. See README.md of this family.
 //
 //   two warps             K and V of the listed keys into a ring of STAGES tiles (gather.cuh)
 //   two more              hand dV and dK to the copy engine, which adds them up

@@ -1,4 +1,4 @@
-// Forward of dynamic mask attention on sm_90a: rows of K and V gathered by index, S = Q K^T and P V by wgmma. See README.md here.
+// Forward of dynamic mask attention on sm_90a: rows of K and V gathered by index, S = Q K^T and P V by wgmma. See README.md of this family.
 //
 //   gatherer            one warpgroup: tiles of BLOCK_N listed keys into a ring of STAGES places (gather.cuh)
 //   WARPGROUPS more     64 rows of a block each: S of tile i and P V of tile i - 1 are issued together; then, while the others' products
