@@ -254,6 +254,16 @@ def test_transformations_of_torch_func(reached):
     assert reached == []
 
 
+def test_calls_inside_forward_mode_are_torch_s(reached):
+    x = torch.randn(1, 2, 5, 8)
+    with torch.autograd.forward_ad.dual_level(), saccade.replace_sdpa():
+        F.scaled_dot_product_attention(x, x, x)
+    assert reached == []
+    with saccade.replace_sdpa():
+        F.scaled_dot_product_attention(x, x, x)
+    assert reached == [(1, 2, 5, 8)]
+
+
 @pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])
 def test_causal_biases_of_torch(variant, reached):
     from torch.nn.attention import bias

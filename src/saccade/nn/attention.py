@@ -10,6 +10,8 @@ Source: "Fast Attention For Short Sequences" (paper 002): packed projections, an
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -172,7 +174,7 @@ class AttentionPooling(Module):
         key, value = _split_key_value(self.kv_proj(x), self.num_heads)
         query = self.query.to(key.dtype)[:, None, :].expand(x.shape[0], -1, -1, -1)
         if is_dtensor(key) and is_dtensor(query):
-            query = query.redistribute(placements=key.placements)  # a part of the replicas that each rank has
+            query = _placed_as(key, query)
         dropout_p = self.dropout if self.training else 0.0
         pooled = only(attention(query, key, value, dropout_p=dropout_p, lengths=lengths, backend=self.backend))
         return self.out_proj(pooled.flatten(1))
@@ -188,6 +190,11 @@ def _first_row(mask: Tensor | None, tokens: int) -> Tensor | None:
     if mask.shape[-2] not in (1, tokens):
         raise InvalidArgument(f"attn_mask has shape {list(mask.shape)}; it must broadcast to [B, H, {tokens}, {tokens}]")
     return mask[..., :1, :]
+
+
+def _placed_as(key: Any, query: Any) -> Tensor:
+    """The query with the placements of the key. It is replicated before, so each rank takes a part of what it has."""
+    return query.redistribute(placements=key.placements)
 
 
 def _split_key_value(packed: Tensor, heads: int) -> tuple[Tensor, Tensor]:
