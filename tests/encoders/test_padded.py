@@ -410,6 +410,21 @@ def test_a_whole_call(name, captures):
     assert len(handle.served[0].graphs) == 3
 
 
+def test_a_config_whose_results_are_tuples(captures):
+    """Graphs find outputs by their names, whatever the config says of results."""
+    ours, theirs = made_padded("mpnet")
+    for model in (ours, theirs):
+        model.config.return_dict = False
+    handle, batch = saccade.optimize(ours), batch_of(ours, (5, 9, 1))
+    got, want = ours(**batch), theirs(**batch)
+    assert handle.served[0].last == "captured: 3 rows in a graph of 4"
+    assert [type(x) for x in (got, *got)] == [type(x) for x in (want, *want)]
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(got[0][real], want[0][real], rtol=1e-9, atol=1e-9)
+    for ours_x, theirs_x in zip(got[1:], want[1:], strict=True):
+        torch.testing.assert_close(ours_x, theirs_x, rtol=1e-9, atol=1e-9)
+
+
 def test_calls_that_take_the_way_of_stock(captures, caplog):
     ours, theirs = made_padded("mpnet")
     handle = saccade.optimize(ours)
