@@ -180,7 +180,7 @@ def share_a_bias(size, dim, features, dtype, shape):
 @pytest.mark.parametrize("trained", [False, True], ids=["constant", "trained"])
 @pytest.mark.parametrize("kind", SHARED_BIASES, ids=str)
 def test_rows_that_share_a_bias(kind, trained, calls, monkeypatch):
-    """Both directions, of two sizes in turn, with the bits of Python's launches and of torch's sum of the parts."""
+    """Both directions, of three sizes in turn, of which the last has to copy its bias, with the bits of Python's launches and of torch's sum of the parts."""
 
     def run(given, options, dout):
         leaves = [x.detach().requires_grad_(i < 3 or trained) for i, x in enumerate(given)]
@@ -191,10 +191,10 @@ def test_rows_that_share_a_bias(kind, trained, calls, monkeypatch):
         by_cpp = out.grad_fn.name() == "saccade::KnownAttentionBackward"
         return by_cpp, [out, *torch.autograd.grad(out, [x for x in leaves if x.requires_grad], dout)]
 
-    sizes = (256, 384), (136, 200)
+    sizes = (256, 384), (136, 200), (150, 343)
     for size in sizes:
         assert [run(*share_a_bias(size, *kind))[0] for _ in range(2)] == [False, True]  # the latter's backward is Python's
-    assert len(calls) == 2
+    assert len(calls) == 3
     for size in (*sizes, *sizes):
         call = share_a_bias(size, *kind)
         with monkeypatch.context() as patch:
@@ -209,7 +209,7 @@ def test_rows_that_share_a_bias(kind, trained, calls, monkeypatch):
         for x, y in zip(found, expected, strict=True):
             assert torch.equal(x, y)
             assert (x.stride(), x.dtype) == (y.stride(), y.dtype)
-    assert len(calls) == 2
+    assert len(calls) == 3
 
 
 @pytest.mark.sm90
