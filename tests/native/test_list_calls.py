@@ -10,7 +10,7 @@ from recorded_triton import number_of, recording
 
 import saccade
 from saccade import native
-from saccade.exact import op_replay
+from saccade.engine import op_replay
 from saccade.exact.long import config as long_config
 from saccade.exact.long import sm90
 from saccade.exact.ragged import call as ragged_call

@@ -14,7 +14,7 @@ from recorded_triton import interpreted, number_of, recording
 
 import saccade
 from saccade import native
-from saccade.exact import op_replay
+from saccade.engine import op_replay
 from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import plan, token_launches
 from saccade.exact.varlen import api, replay

@@ -295,7 +295,7 @@ def test_a_bias_that_is_copied(seen, kind, monkeypatch):
 
 def test_an_op_without_the_gradient_of_the_bias(seen, monkeypatch):
     """As compiled programs call it: below autograd."""
-    monkeypatch.setattr("saccade.exact.op_replay.may_record", lambda *given: True)
+    monkeypatch.setattr("saccade.engine.op_replay.may_record", lambda *given: True)
     call, kinds = Call(SIZES[0], (1, HEADS), ("keys",), False, monkeypatch), []
     for i in range(3):
         given, before = {n: x.detach() for n, x in call.tensors().items()}, len(seen)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from saccade.engine.flops import pairs_of
 from saccade.engine.layout import HEADS
+from saccade.engine.op_replay import OpReplay, same_layouts
 from saccade.exact.args import AttentionArgs
 from saccade.exact.backends import BACKENDS
-from saccade.exact.op_replay import OpReplay, same_layouts
 from saccade.exact.ops import Ops
 from saccade.exact.reference import attend
 

@@ -6,12 +6,14 @@ There is one opaque op for each direction. `Library.define` with a plain `autogr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from saccade.engine import op_replay
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.backend import Backend, Launchers
 from saccade.engine.by_torch import reference_launchers
@@ -21,11 +23,10 @@ from saccade.engine.flops import by_pairs
 from saccade.engine.gradient import function
 from saccade.engine.layout import Rows
 from saccade.engine.namespace import fragment
+from saccade.engine.op_replay import OpReplay
 from saccade.engine.prepare import Prepared
 from saccade.engine.record import Fields
 from saccade.engine.tracing import eager, register
-from saccade.exact import op_replay
-from saccade.exact.op_replay import OpReplay
 from saccade.native.recording import Recorder
 
 _BEFORE = ("dout", "dlse", "out", "lse")  # what ops of backward take first
@@ -215,7 +216,8 @@ class Ops:
         chosen = self.by_name.get(backend.rpartition(":")[2])
         if call is None or chosen is None or not chosen.replays or not op_replay.may_record(call, args.query):
             return make()
-        return op_replay.recorded(replay.layouts, call, chosen, args, make)
+        limits = None if chosen.limits is None else functools.partial(chosen.limits, args)
+        return op_replay.recorded(replay.layouts, call, make, limits)
 
     def _fake_forward(self, *given):
         args = self.record(*self._apart(given, 1)[0])

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from saccade.dynamic_mask.scores import op, reference
+from saccade.engine import op_replay
 from saccade.engine.arguments import FLOATING, check_choice, shown, untraced
 from saccade.engine.calls import autocast, gradient_needed, uncast
 from saccade.engine.first_order import applied
 from saccade.engine.kinds import check_kinds
 from saccade.engine.switch import REASON, is_disabled
+from saccade.engine.tracing import eager
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.hardware import arch_of
 from saccade.launch.disabled import failure_of
@@ -53,6 +55,10 @@ def dynamic_mask_scores(
     Source:
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Eq. 3. The linear form is that of later versions of its authors' code.
     """
+    call = (values, weight, A, bias, "dynamic_mask_scores", form, backend)
+    found = None if torch.compiler.is_compiling() else op_replay.replayed(call)
+    if found is not None:
+        return found[0]
     check_choice("form", form, _FORMS)
     check_choice("backend", backend, _BACKENDS)
     check_kinds(values=values, weight=weight, A=A, bias=bias)
@@ -69,7 +75,12 @@ def dynamic_mask_scores(
     if gradient_needed(values, weight, A, bias):
         name = f"dynamic_mask_scores of values {list(values.shape)}"
         return applied(op.DynamicMaskScores, name, "fused", values, weight, A, bias, form, backend)  # type: ignore[no-any-return]
-    return op.forward(values, weight, A, bias, form, False, backend)[0]
+
+    def make() -> tuple[Tensor, ...]:
+        return op.forward(values, weight, A, bias, form, False, backend)
+
+    records = values is call[0] and eager(values, weight, A, bias) and op_replay.may_record(call, values)
+    return (op_replay.recorded(op_replay.same_layouts, call, make) if records else make())[0]
 
 
 def layer_scores(values: Tensor, projection: nn.Module, A: Tensor, form: str = "exp", backend: str = "auto") -> Tensor:

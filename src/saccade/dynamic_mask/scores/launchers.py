@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from saccade.dynamic_mask.scores.kernels import scores_gradient_kernel, scores_kernel
-from saccade.launch.triton import launch_any, pow2
+from saccade.launch.triton import launch, launch_any, pow2
 
 # tokens of a tile of forward: many for streaming, few if there are too few tokens to occupy all multiprocessors
 _LARGE, _SMALL, _FEW_TOKENS = 64, 16, 8192
+# tokens up to which a launch is remembered for their number: decoding repeats it, and C++ can replay it
+_REPEATED = 16
 # of a tile of backward: with 64 tokens its two products spill registers
 _BACKWARD = 32
 # bytes of a tile's row, and tiles that are loaded ahead; the products need at least 16 numbers a side
@@ -32,7 +34,10 @@ def forward(values: Tensor, weight: Tensor, A: Tensor, bias: Tensor | None, form
         *rows.stride()[:3], heads, *rows.shape[2:], form == "exp", bias is not None, save, block, *_tile(rows, heads), _STAGES,
     )  # fmt: skip
     tensors = values, weight.contiguous(), A.contiguous(), A if bias is None else bias.contiguous(), scores, derivatives
-    launch_any(scores_kernel, batch * tiles, tensors, (tokens, tiles), numbers, num_warps=block // 16)
+    if tokens <= _REPEATED:
+        launch(scores_kernel, batch * tiles, tensors, (tokens, tiles, *numbers), num_warps=block // 16)
+    else:
+        launch_any(scores_kernel, batch * tiles, tensors, (tokens, tiles), numbers, num_warps=block // 16)
     return scores, derivatives
 
 

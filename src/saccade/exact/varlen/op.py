@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from saccade.engine.layout import TOKENS
+from saccade.engine.op_replay import OpReplay
 from saccade.engine.record import Fields
-from saccade.exact.op_replay import OpReplay
 from saccade.exact.ops import Ops
 from saccade.exact.varlen.args import ALIGNMENTS, VarlenArgs
 from saccade.exact.varlen.backends import BACKENDS

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade import native
 from saccade.engine import prepare
-from saccade.engine.backend import Backend
 from saccade.native.recording import Recorder
 
 # keys of calls that C++ cannot replay
@@ -50,16 +49,20 @@ def may_record(call: tuple, query: Tensor) -> bool:
 
 
 def recorded(
-    layouts: Callable[[tuple[Tensor, ...]], list], call: tuple, chosen: Backend, args: Any, make: Callable[[], tuple[Tensor, ...]]
+    layouts: Callable[[tuple[Tensor, ...]], list],
+    call: tuple,
+    make: Callable[[], tuple[Tensor, ...]],
+    limits: Callable[[], tuple] | None = None,
 ) -> tuple[Tensor, ...]:
-    """The results of a call that Python makes, and that C++ will replay if it can. layouts: as of `OpReplay`."""
+    """The results of a call that Python makes, and that C++ will replay if it can. layouts: as of `OpReplay`. limits: those of a packed batch, as
+    `Backend.limits` has them; None for other calls."""
     with Recorder() as recorder:
         results = make()
     given = [x for x in call if isinstance(x, Tensor)]
     planned = recorder.planned((*given, *results), len(given))
     if planned is not None:
-        native.calls.remember_op(call, layouts(results), planned, () if chosen.limits is None else chosen.limits(args))
-    elif chosen.limits is None:  # else a smaller batch of the kind may be replayed
+        native.calls.remember_op(call, layouts(results), planned, () if limits is None else limits())
+    elif limits is None:  # else a smaller batch of the kind may be replayed
         if len(_REFUSED) >= 4096:  # only an endless stream of new shapes gets here
             _REFUSED.clear()
         _REFUSED.add(native.calls.key(call))
