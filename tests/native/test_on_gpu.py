@@ -149,6 +149,27 @@ def test_rows_beyond_128_tokens(length, dim, causal, calls):
     again(lambda: saccade.attention_qkvpacked(qkv, is_causal=causal, backend="long"), [qkv])
 
 
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("form", ["exp", "linear"])
+def test_scores_of_a_few_tokens(tokens, form, calls, monkeypatch):
+    """As decoding makes them: the bits of Python's launch, from C++."""
+    weight, A = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16), torch.randn(8, device="cuda")
+
+    def run():
+        values = torch.randn(3, tokens, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        return values, saccade.dynamic_mask_scores(values, weight, A, form=form)
+
+    run()
+    assert len(calls) == 1
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr("saccade.dynamic_mask.scores.op.forward", lambda *given: pytest.fail("Python makes the call"))
+            values, found = run()
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "calls", None)
+            assert torch.equal(found, saccade.dynamic_mask_scores(values, weight, A, form=form))
+
+
 # (D, features, dtype, shape of the bias before its queries and keys)
 SHARED_BIASES = [
     (32, (), torch.bfloat16, (1, 4)),
