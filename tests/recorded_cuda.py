@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from saccade.exact.long import bias, bias_gradient, sm90
 from saccade.exact.ragged import sm80, tokens_sm90
 from saccade.exact.short import sm90 as short_sm90
+from saccade.native.cuda import as_bytes
+from saccade.nm_sparse.fused import last_wave
 from saccade.nvrtc import Options, parameters_of
 from saccade.recorder import ACTIVE
 
@@ -68,14 +70,36 @@ def call_of_bias_gradient(found):
     return call
 
 
-def ready_of_bias_rows(found):
-    """In the place of `CudaLaunch.ready`, for the kernel that copies a bias."""
+def ready_of(found, *kernels: str):
+    """In the place of `CudaLaunch.ready`, for these kernels."""
 
     def ready(call, device):
-        assert call.kernel == "bias_rows"
+        assert call.kernel in kernels
         return Stub(found, call.kernel, call.grid, call.threads, call.shared_bytes)
 
     return ready
+
+
+class Named:
+    """Stands in for a loaded kernel and for a `Launch` of it, which takes all arguments by name."""
+
+    def __init__(self, seen: list, source, name: str, options):
+        self.seen, self.parameters, self.function = seen, parameters_of(source, name, options), sum(name.encode())
+        numbers = len(self.parameters.kinds) - len(self.parameters.maps) - len(NUMBERS)
+        COUNTS[self.function] = len(self.parameters.maps), numbers
+
+    def configure(self, grid, block, shared_bytes=0):
+        self.shape = SimpleNamespace(grid=grid, block=block, shared_bytes=shared_bytes)
+        return self
+
+    def __call__(self, **arguments) -> None:
+        if ACTIVE.recorder is not None:
+            ACTIVE.recorder.cuda_by_name(self, arguments)
+        maps = tuple([arguments[name].about for name in self.parameters.maps])
+        kinds = zip(self.parameters.kinds.items(), self.parameters.converters, strict=True)
+        values = [as_bytes(convert(arguments[name])) for (name, kind), convert in kinds if kind != "tensor_map"]
+        extents = (*(self.shape.grid if isinstance(self.shape.grid, tuple) else (self.shape.grid,)), 1, 1)[:3]
+        self.seen.append((self.function, extents, self.shape.block, self.shape.shared_bytes, maps, tuple(values)))
 
 
 def bound_of_tokens(found):
@@ -100,9 +124,9 @@ def functions(found: list):
         maps, count = COUNTS[kernel]
         made = []
         for i in range(maps):
-            rank, address, *numbers = struct.unpack("13q", ctypes.string_at(places[i], 104))
-            assert rank == 4
-            made.append((address, tuple(numbers[:4]), tuple(numbers[4:7]), tuple(numbers[7:11])))
+            rank, address, *numbers = struct.unpack("16q", ctypes.string_at(places[i], 128))
+            ends = rank, 2 * rank - 1, 3 * rank - 1
+            made.append((address, *[tuple(numbers[a:b]) for a, b in zip((0, *ends[:2]), ends, strict=True)]))
         values = [ctypes.c_int64.from_address(places[maps + i]).value for i in range(count + len(NUMBERS))]
         found.append((kernel, (x, y, z), threads, shared, tuple(made), tuple(values)))
         if kernel in EFFECTS:
@@ -114,6 +138,7 @@ def functions(found: list):
 
 def _parameters():
     yield "bias_rows", parameters_of(bias.SOURCE, "bias_rows", Options())
+    yield "combine", parameters_of(last_wave.SOURCE, "combine", Options())
     yield "ragged_backward", parameters_of(sm80.SOURCE, "ragged_backward", Options())
     for direction in ("forward", "backward"):
         yield f"{direction}_sm90", parameters_of(short_sm90.source(direction), f"{direction}_sm90", Options())

@@ -170,6 +170,36 @@ def test_scores_of_a_few_tokens(tokens, form, calls, monkeypatch):
             assert torch.equal(found, saccade.dynamic_mask_scores(values, weight, A, form=form))
 
 
+@pytest.mark.parametrize("backend", ["mma_sp", "masked"])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True, "pattern": "1:2"}, {"return_lse": True}, {"block_mask": True}], ids=str
+)
+@pytest.mark.parametrize(("tokens", "dim"), [(256, 64), (1000, 128), (4096, 128)])
+def test_pruned_attention_without_a_gradient(tokens, dim, options, backend, calls, monkeypatch):
+    """The bits of Python's launches, from C++, those of a split last wave too."""
+    options = dict(options)
+    if "block_mask" in options:
+        tiles = -(-tokens // 64)
+        options["block_mask"] = (torch.rand(1, 6, tiles, tiles, device="cuda") > 0.5) | torch.eye(tiles, device="cuda").bool()
+
+    def run(*rows):
+        return saccade.nm_sparse_attention(*rows, backend=backend, **options)
+
+    run(*tensors(tokens, dim, 3, False))
+    assert len(calls) == 1
+    for _ in range(3):
+        rows = tensors(tokens, dim, 3, False)
+        with monkeypatch.context() as patch:
+            patch.setattr("saccade.nm_sparse.api.forward", lambda *given: pytest.fail("Python makes the call"))
+            found = run(*rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "calls", None)
+            expected = run(*rows)
+        for x, y in zip(*[z if isinstance(z, tuple) else (z,) for z in (found, expected)], strict=True):
+            assert torch.equal(x, y)
+            assert x.stride() == y.stride()
+
+
 # (D, features, dtype, shape of the bias before its queries and keys)
 SHARED_BIASES = [
     (32, (), torch.bfloat16, (1, 4)),

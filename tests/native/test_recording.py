@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import struct
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from parameter_lists import listed
 from recorded_triton import recording
 
 import saccade
@@ -24,6 +26,7 @@ from saccade.exact.varlen.op import OPS as VARLEN
 from saccade.native.described import FIXED, KEYS, QUERIES, ROWS_OF_16_BYTES, SEQUENCES, Number, Planned
 from saccade.native.recording import Recorder, is_recorded, lasting, refuse, scratch, shares, varying
 from saccade.nvrtc import kernel as nvrtc_kernel
+from saccade.nvrtc.tensor_map import TensorMap
 from saccade.recorder import ACTIVE
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are stubs on a CPU")
@@ -236,15 +239,49 @@ def test_who_notes():
     assert not is_recorded()
 
 
-def test_a_launch_by_name_is_not_replayed(monkeypatch):
+def launched_by_name(monkeypatch, parameters, shape, **arguments):
+    """A recorder that was told of a launch with these arguments."""
     monkeypatch.setattr(nvrtc_kernel, "on_current_stream", lambda *given: None)
     made = nvrtc_kernel.Launch.__new__(nvrtc_kernel.Launch)
-    made._parameters, made._kernel, made._maps, made._enqueue = (
-        SimpleNamespace(in_order=lambda name, given: []), SimpleNamespace(name="copy", device_index=0), [], None
-    )  # fmt: skip
+    listed_ones = listed(parameters)
+    made._kernel, made._parameters, made._enqueue = SimpleNamespace(name="copy", device_index=0), listed_ones, None
+    made._maps = [i for i, offset in enumerate(listed_ones.offsets) if offset is None]
+    made.shape, made.parameters, made.function = shape, listed_ones, 7
     with Recorder() as recorder:
-        made()
-    assert recorder.refused
+        made(**arguments)
+    return recorder
+
+
+SHAPE = nvrtc_kernel.Shape(3, 128, 64)
+
+
+def test_a_launch_by_name(monkeypatch):
+    """Addresses anywhere among the arguments, and numbers by their bytes."""
+    x, y = torch.zeros(8), torch.zeros(8)
+    moved = TensorMap(bytes(128), (x.data_ptr(), (2, 4), (16,), (1, 64)))
+    given = {"a": moved, "n": -5, "x": x.data_ptr(), "f": 0.5, "y": y.data_ptr()}
+    recorder = launched_by_name(monkeypatch, "tensor_map a, int32 n, pointer x, float32 f, pointer y", SHAPE, **given)
+    planned = recorder.planned((x, y), 1)
+    assert planned is not None
+    (launch,) = planned.launches
+    bits = int.from_bytes(struct.pack("f", 0.5), "little")
+    assert launch.slots == (-1, 0, -1, 1)
+    assert launch.values == (2**32 - 5, 0, bits, 0)
+    assert launch.moved == ((0, 0, (2, 4), (16,), (1, 64)),)
+    assert (launch.function, launch.grid, launch.threads, launch.shared_bytes) == (7, (3, 1, 1), 128, 64)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "shape", "a"),
+    [
+        ("pointer x, tensor_map a", SHAPE, TensorMap(bytes(128), (64, (2, 4), (16,), (1, 64)))),
+        ("tensor_map a, pointer x", SHAPE, TensorMap(bytes(128))),
+        ("int32 a, pointer x", nvrtc_kernel.Shape(3, (32, 4), 64), 1),
+    ],
+    ids=["a map behind a pointer", "a map of no tensor", "threads in two dimensions"],
+)
+def test_launches_by_name_that_are_not_replayed(monkeypatch, parameters, shape, a):
+    assert launched_by_name(monkeypatch, parameters, shape, a=a, x=0).refused
 
 
 # --- through the public functions, with stubs in the place of kernels

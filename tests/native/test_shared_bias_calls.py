@@ -266,7 +266,7 @@ def test_a_bias_that_is_copied(seen, kind, monkeypatch):
     keys, laid, copied = COPIES[kind]
     wide = -(-keys // 8) * 8
     call, copy, kinds = Call((136, keys), (1, HEADS), (), True, monkeypatch), number_of("bias_rows"), []
-    monkeypatch.setattr(CudaLaunch, "ready", recorded_cuda.ready_of_bias_rows(seen))
+    monkeypatch.setattr(CudaLaunch, "ready", recorded_cuda.ready_of(seen, "bias_rows"))
     monkeypatch.setattr(launch_cuda, "_READY", LaunchCache())
     for i in range(4):
         if i == 2:

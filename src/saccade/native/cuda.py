@@ -1,8 +1,8 @@
-"""Describes a launch of a CUDA C++ kernel (`saccade.nvrtc.Bound`) as one that C++ can replay."""
+"""Describes a launch of a CUDA C++ kernel (`saccade.nvrtc.Bound` or `Launch`) as one that C++ can replay."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from saccade.native.described import ADDRESS, FIXED, MOST_ARGUMENTS, MOST_MAPS, Described, Moved, Number
@@ -19,15 +19,46 @@ def describe(
     numbers = bound.numbers
     if bound.dependent or len(maps) > MOST_MAPS or len(pointers) + len(numbers) > MOST_ARGUMENTS:
         return None
-    grid, block = (x if isinstance(x, tuple) else (x,) for x in (bound.shape.grid, bound.shape.block))
-    if len(block) > 1:
-        return None
     moved = tuple([Moved(ADDRESS, at, tuple(map(_size, sizes)), strides, box) for at, sizes, strides, box in maps])
     slots = [x.slot if isinstance(x, Number) else ADDRESS for x in pointers] + [FIXED] * len(numbers)
     values = [0 if slot < FIXED else int(x) for x, slot in zip((*pointers, *numbers), slots, strict=True)]
+    return _described(bound, slots, values, moved, follows)
+
+
+def describe_by_name(launch: Any, arguments: Mapping[str, Any]) -> Described | None:
+    """The same of a launch whose arguments have names (`saccade.nvrtc.Launch`)."""
+    kinds, converters = launch.parameters.kinds, launch.parameters.converters
+    maps = [arguments[name] for name in launch.parameters.maps]
+    leading = tuple(kinds)[: len(maps)] == launch.parameters.maps
+    # a map of no tensor comes with an address among the numbers
+    if (
+        not leading
+        or len(maps) > MOST_MAPS
+        or len(kinds) - len(maps) > MOST_ARGUMENTS
+        or not all(getattr(x, "about", ()) for x in maps)
+    ):
+        return None
+    slots, values = [], []
+    for (name, kind), convert in [*zip(kinds.items(), converters, strict=True)][len(maps) :]:
+        slots.append(ADDRESS if kind == "pointer" else FIXED)
+        values.append(arguments[name] if kind == "pointer" else as_bytes(convert(arguments[name])))
+    return _described(launch, slots, values, tuple([Moved(ADDRESS, *x.about) for x in maps]))
+
+
+def as_bytes(number: Any) -> int:
+    """The bytes of a number, as a whole number of eight bytes."""
+    return int.from_bytes(bytes(number).ljust(8, b"\0"), "little", signed=True)
+
+
+def _described(
+    launch: Any, slots: list[int], values: list[int], moved: tuple[Moved, ...], follows: tuple[int, int, int] | None = None
+) -> Described | None:
+    grid, block = (x if isinstance(x, tuple) else (x,) for x in (launch.shape.grid, launch.shape.block))
+    if len(block) > 1:
+        return None
     blocks, *rule = follows or (0,)
     shape = (blocks, 1, 1) if follows else (*grid, 1, 1)[:3]
-    return Described(bound.function, shape, block[0], bound.shape.shared_bytes, tuple(slots), tuple(values), moved, *rule)
+    return Described(launch.function, shape, block[0], launch.shape.shared_bytes, tuple(slots), tuple(values), moved, *rule)
 
 
 def _size(size: int) -> int:

@@ -8,7 +8,7 @@ launches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,6 +124,11 @@ class Recorder:
             self.refused = True  # other calls would be launched with the blocks of this one
         if not self.refused:
             self._add(cuda.describe(bound, pointers, maps, follows))
+
+    def cuda_by_name(self, launch: Any, arguments: Mapping[str, Any]) -> None:
+        """A launch of a CUDA C++ kernel that is given all its arguments by name (`Launch`)."""
+        if not self.refused:
+            self._add(cuda.describe_by_name(launch, arguments))
 
     def _add(self, launch: Described | None) -> None:
         if launch is None:

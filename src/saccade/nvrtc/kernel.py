@@ -109,13 +109,17 @@ class Kernel:
 
 class Launch:
     """A kernel with a launch configuration, called with its arguments by name. Runs on torch's current stream of the kernel's
-    device."""
+    device.
+
+    shape, parameters, function: its configuration, as given, its parameter list, and the driver's handle of the kernel.
+    """
 
     def __init__(self, kernel: Kernel, shape: Shape):
         from cuda.bindings import driver
 
         parameters = kernel.parameters
-        self._kernel, self._parameters, self._shape = kernel, parameters, shape
+        self._kernel, self._parameters = kernel, parameters
+        self.shape, self.parameters, self.function = shape, parameters, int(kernel.native.handle)
         self._memory = (ctypes.c_char * max(parameters.size, 1))()
         first = ctypes.addressof(self._memory)
         places = [0 if offset is None else first + offset for offset in parameters.offsets]
@@ -134,7 +138,7 @@ class Launch:
             del given[i]
         on_current_stream(self._kernel.device_index, self._enqueue, given, maps)
         if ACTIVE.recorder is not None:
-            ACTIVE.recorder.refused = True  # C++ replays only a `Bound`
+            ACTIVE.recorder.cuda_by_name(self, arguments)
 
     def bind(self, numbers: Mapping[str, Any], dependent: bool = False) -> Bound:
         """The same launch with all but the pointers, and the tensor maps ahead of them, fixed by name. Calls pass these maps and all
@@ -143,7 +147,7 @@ class Launch:
         dependent: programmatic dependent launch (sm_90 and later): the kernel may start while its predecessor in the stream still
             runs, and itself waits with `griddepcontrol.wait` before it accesses memory.
         """
-        return Bound(self._kernel, self._shape, numbers, dependent)
+        return Bound(self._kernel, self.shape, numbers, dependent)
 
     def _enqueue(self, stream: int, given: list[Any], maps: list[TensorMap]) -> None:
         with self._lock:

@@ -18,11 +18,12 @@ _MOST_ROWS = 256  # the longest side of a box
 
 
 class TensorMap:
-    """The 128 bytes that a kernel takes by value as an argument of type "tensor_map"."""
+    """The 128 bytes that a kernel takes by value as an argument of type "tensor_map". about: the arguments of `tensor_map` that made it."""
 
-    __slots__ = ("address", "native")
+    __slots__ = ("about", "address", "native")
 
-    def __init__(self, content: bytes):
+    def __init__(self, content: bytes, about: tuple = ()):
+        self.about = about
         self.native = (ctypes.c_char * MAP_BYTES).from_buffer_copy(content)
         self.address = ctypes.addressof(self.native)  # a launch reads it from here
 
@@ -45,7 +46,7 @@ def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], b
     fits = len(sizes) == len(box) == len(strides) + 1 <= 5 and box[-1] in (32, 64)
     if not fits or not all(1 <= extent <= _MOST_ROWS for extent in box):
         raise InvalidArgument(f"no tensor map has sizes {sizes}, strides {strides} and boxes of {box}")
-    return TensorMap(_encode(address, sizes[::-1], strides[::-1], box[::-1]))
+    return TensorMap(_encode(address, sizes[::-1], strides[::-1], box[::-1]), (address, sizes, strides, box))
 
 
 class AnyRows(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.launch.cuda import HEADERS, CudaLaunch, run, strides
+from saccade.native.recording import scratch
 from saccade.nvrtc import Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "combine.cu", (HEADERS,))
@@ -55,7 +56,7 @@ def allocate(plan: Split, rows: int, head_dim: int, device: torch.device) -> Par
     if plan.parts == 1:
         return Parts(None, None)
     shape = (plan.rest * plan.parts, rows)
-    return Parts(*(torch.empty(*shape, width, dtype=torch.float32, device=device) for width in (head_dim, 2)))
+    return Parts(*(scratch((*shape, width), torch.float32, device) for width in (head_dim, 2)))
 
 
 def combine(parts: Parts, out: Tensor, lse: Tensor, plan: Split) -> None:

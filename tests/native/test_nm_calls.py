@@ -1,0 +1,148 @@
+"""Calls of `nm_sparse_attention` without a gradient that C++ replays: the launches of Python, with the tensors of each call in their places."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import recorded_cuda
+import torch
+from recorded_triton import recording
+
+import saccade
+from saccade import native
+from saccade.engine import dispatch
+from saccade.launch import cuda as launch_cuda
+from saccade.launch.cache import LaunchCache
+from saccade.launch.cuda import CudaLaunch
+from saccade.nm_sparse import op
+from saccade.nm_sparse.fused import launchers
+from saccade.nvrtc import tensor_map
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are stubs on a CPU")
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Launches so far: (kernel, blocks, threads, shared memory, maps, arguments)."""
+    made = recording(monkeypatch, with_cuda=True)
+    found = next(made)
+    monkeypatch.setattr("saccade.engine.op_replay.may_record", lambda *given: True)
+    monkeypatch.setattr(dispatch, "why_not", lambda backend, problem: [])
+    monkeypatch.setattr(launchers, "arch_of", lambda device: 90)
+    monkeypatch.setattr(launchers, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(
+        launchers, "load", lambda source, name, options, device, *_: recorded_cuda.Named(found, source, name, options)
+    )
+    monkeypatch.setattr(sys.modules["saccade.nvrtc.tensor_map"], "_encode", lambda *about: bytes(128))
+    tensor_map.cache_clear()
+    monkeypatch.setattr(launch_cuda, "_READY", LaunchCache())
+    monkeypatch.setattr(CudaLaunch, "ready", recorded_cuda.ready_of(found, "combine", "shown_values", "key_bits"))
+    yield found
+    next(made, None)
+    tensor_map.cache_clear()
+
+
+def tensors(tokens=256, dim=64, heads=4, kv_heads=4, batch=2):
+    rows = ((heads, tokens), (kv_heads, tokens), (kv_heads, tokens))
+    return [torch.randn(batch, n, h, dim).bfloat16().transpose(1, 2) for h, n in rows]
+
+
+def named(launches, given, results):
+    """The launches with names in the place of addresses."""
+    names = {x.data_ptr(): name for name, x in given.items()} | {x.data_ptr(): name for name, x in results.items()}
+
+    def told(x):
+        if isinstance(x, tuple | list):
+            return [told(y) for y in x]
+        return names.get(x, "unknown" if isinstance(x, int) and x > 2**32 else x)
+
+    return told(launches)
+
+
+CALLS = {
+    "plain": {},
+    "causal 1:2": {"is_causal": True, "pattern": "1:2"},
+    "a scale, with its lse": {"scale": 0.25, "return_lse": True},
+    "blocks": {"block_mask": torch.ones(1, 4, 4, 4, dtype=torch.bool).tril()},
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_repeated_call(seen, kind, dim, monkeypatch):
+    launches, options = [], CALLS[kind]
+    for times in range(4):
+        if times == 2:
+            monkeypatch.setattr(op, "_forward", lambda *given: pytest.fail("Python makes the call"))
+            monkeypatch.setattr("saccade.nm_sparse.api.forward", lambda *given: pytest.fail("Python makes the call"))
+        given = dict(zip(("query", "key", "value"), tensors(dim=dim), strict=True))
+        mine = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        before = len(seen)
+        found = saccade.nm_sparse_attention(*given.values(), backend="mma_sp", **mine)
+        assert isinstance(found, tuple) == ("return_lse" in options)
+        results = dict(zip(("out", "lse"), found if isinstance(found, tuple) else (found,), strict=False))
+        assert results["out"].stride() == given["query"].stride()
+        masks = {name: x for name, x in mine.items() if isinstance(x, torch.Tensor)}
+        launches.append(named(seen[before:], given | masks, results))
+    assert len(native.calls) == 1
+    assert len(launches[0]) == 1
+    assert all(x == launches[0] for x in launches)
+    (launch,) = launches[0]
+    assert [x[0] for x in launch[4]] == ["query", "key", "key", "value"]
+    assert [len(x[1]) for x in launch[4]] == [4, 5, 4, 4]
+    assert launch[5][0] == "out"
+
+
+def test_blocks_that_are_split(seen):
+    """The parts of the last wave are memory of the call, and a second kernel adds them up."""
+    kinds = []
+    for _ in range(3):
+        before, given = len(seen), tensors(4096, 128, 17, 17, 1)
+        out = saccade.nm_sparse_attention(*given, backend="mma_sp")
+        kinds.append(named(seen[before:], dict(zip(("query", "key", "value"), given, strict=True)), {"out": out}))
+    assert len(native.calls) == 1
+    assert [x[0] for x in kinds[0]] == [sum(b"fused_sm90"), sum(b"combine")]
+    assert kinds[0] == kinds[1] == kinds[2]
+
+
+def test_masks_and_biases_stay_with_python(seen):
+    """torch takes values that they hide out of the way of NaN, in memory of its own."""
+    given = tensors()
+    for mask in (torch.randn(1, 4, 256, 256).bfloat16(), torch.rand(2, 1, 1, 256) > 0.3):
+        for _ in range(3):
+            saccade.nm_sparse_attention(*given, mask, backend="mma_sp")
+    assert len(native.calls) == 0
+
+
+def test_calls_that_stay_with_python(seen):
+    given = tensors()
+    lengths = torch.tensor([256, 9])
+    for options in ({"lengths": lengths}, {"dropout_p": 0.5}, {"dense_first": 4}, {"dense_recent": 8}):
+        for _ in range(2):
+            saccade.nm_sparse_attention(*given, **options, backend="reference")
+    leaves = [x.requires_grad_() for x in given]
+    assert saccade.nm_sparse_attention(*leaves, backend="mma_sp").grad_fn is not None
+    assert len(native.calls) == 0
+    with torch.no_grad():
+        for _ in range(2):
+            saccade.nm_sparse_attention(*leaves, backend="mma_sp")
+    assert len(native.calls) == 1
+    assert saccade.nm_sparse_attention(*leaves, backend="mma_sp").grad_fn is not None
+
+
+def test_patterns_and_layouts_are_calls_of_their_own(seen):
+    given, wide = tensors(), [x.contiguous() for x in tensors()]
+    for _ in range(2):
+        saccade.nm_sparse_attention(*given, backend="mma_sp")
+        saccade.nm_sparse_attention(*given, pattern="1:2", backend="mma_sp")
+        saccade.nm_sparse_attention(*wide, backend="mma_sp")
+    assert len(native.calls) == 3
+
+
+def test_a_disabled_library_forgets_the_call(seen):
+    given = tensors()
+    for _ in range(2):
+        saccade.nm_sparse_attention(*given, backend="mma_sp")
+    with saccade.disabled():
+        assert len(native.calls) == 0
