@@ -106,6 +106,20 @@ def test_blocks_that_are_split(seen):
     assert kinds[0] == kinds[1] == kinds[2]
 
 
+def test_the_triton_kernel(seen, monkeypatch):
+    launches = []
+    for times in range(3):
+        if times == 2:
+            monkeypatch.setattr("saccade.nm_sparse.api.forward", lambda *given: pytest.fail("Python makes the call"))
+        given = dict(zip(("query", "key", "value"), tensors(100), strict=True))
+        before = len(seen)
+        out, lse = saccade.nm_sparse_attention(*given.values(), backend="masked", return_lse=True)
+        launches.append(named(seen[before:], given, {"out": out, "lse": lse}))
+    assert len(native.calls) == 1
+    assert launches[0] == launches[1] == launches[2]
+    assert "unknown" not in str(launches)
+
+
 def test_masks_and_biases_stay_with_python(seen):
     """torch takes values that they hide out of the way of NaN, in memory of its own."""
     given = tensors()
