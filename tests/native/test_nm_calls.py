@@ -154,6 +154,16 @@ def test_patterns_and_layouts_are_calls_of_their_own(seen):
     assert len(native.calls) == 3
 
 
+def test_float32_follows_the_switch_of_tf32(seen, monkeypatch):
+    """A kernel that rounds to TF32 is not replayed once torch may not do so."""
+    given = [x.float() for x in tensors()]
+    for allowed, count in ((True, 1), (False, 2), (True, 2)):
+        monkeypatch.setattr("saccade.nm_sparse.api.allows_tf32", lambda allowed=allowed: allowed)
+        for _ in range(2):
+            saccade.nm_sparse_attention(*given, backend="masked")
+        assert len(native.calls) == count
+
+
 def test_a_disabled_library_forgets_the_call(seen):
     given = tensors()
     for _ in range(2):

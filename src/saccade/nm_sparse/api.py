@@ -14,6 +14,7 @@ from saccade.engine.first_order import applied
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.sharded import BHTD, call_on_shards, is_dtensor, placed
 from saccade.engine.tracing import eager
+from saccade.hardware import allows_tf32
 from saccade.nm_sparse.args import NMSparseArgs, NMSparseCall
 from saccade.nm_sparse.bits import keeps_selection
 from saccade.nm_sparse.op import NMSparse, forward
@@ -193,7 +194,8 @@ def _as_cpp_takes_it(call: tuple) -> tuple | None:
     plain = lengths is None and not any(type(x) not in (int, float) or x for x in (dropout_p, first, recent))
     if not plain or type(return_lse) is not bool:
         return None
-    return (*tensors, mask, blocks, "nm_sparse_attention", is_causal, scale, gqa, pattern, backend)
+    tf32 = isinstance(tensors[0], Tensor) and tensors[0].dtype == torch.float32 and allows_tf32()
+    return (*tensors, mask, blocks, "nm_sparse_attention", is_causal, scale, gqa, pattern, backend, tf32)
 
 
 def _within(lengths: Tensor, kv_len: int, mask: Tensor | None) -> Tensor:
