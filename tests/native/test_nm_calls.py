@@ -11,7 +11,7 @@ from recorded_triton import recording
 
 import saccade
 from saccade import native
-from saccade.engine import dispatch
+from saccade.engine import dispatch, switch
 from saccade.launch import cuda as launch_cuda
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import CudaLaunch
@@ -160,3 +160,47 @@ def test_a_disabled_library_forgets_the_call(seen):
         saccade.nm_sparse_attention(*given, backend="mma_sp")
     with saccade.disabled():
         assert len(native.calls) == 0
+
+
+@pytest.mark.parametrize("backend", ["mma_sp", "auto"])
+def test_tf32_counts(seen, backend, monkeypatch):
+    """Kernels that multiply TF32 run only while torch allows it."""
+    given, made = [x.float() for x in tensors()], []
+    forward = op.forward
+    monkeypatch.setattr("saccade.nm_sparse.api.forward", lambda *given: made.append(given) or forward(*given))
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed, times in ((True, 1), (True, 1), (False, 2), (True, 2)):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            saccade.nm_sparse_attention(*given, pattern="1:2", backend=backend)
+            assert len(made) == times
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("option", ["dense_first", "dense_recent"])
+def test_a_number_that_python_refuses(seen, option):
+    given = tensors()
+    for _ in range(2):
+        saccade.nm_sparse_attention(*given, backend="mma_sp", **{option: 0})
+    assert len(native.calls) == 1
+    with pytest.raises(saccade.InvalidArgument, match=f"{option} is 0.0"):
+        saccade.nm_sparse_attention(*given, backend="mma_sp", **{option: 0.0})
+
+
+def test_a_call_during_which_the_library_is_disabled(seen, monkeypatch):
+    """Another thread forgets all calls then, and this one must not be remembered after it."""
+    forward = op.forward
+
+    def disabling(*given):
+        results = forward(*given)
+        switch.change(1)
+        return results
+
+    monkeypatch.setattr("saccade.nm_sparse.api.forward", disabling)
+    try:
+        saccade.nm_sparse_attention(*tensors(), backend="mma_sp")
+    finally:
+        switch.change(-1)
+    assert len(seen) == 1
+    assert len(native.calls) == 0

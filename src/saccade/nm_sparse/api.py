@@ -14,6 +14,7 @@ from saccade.engine.first_order import applied
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.sharded import BHTD, call_on_shards, is_dtensor, placed
 from saccade.engine.tracing import eager
+from saccade.hardware import allows_tf32
 from saccade.nm_sparse.args import NMSparseArgs, NMSparseCall
 from saccade.nm_sparse.bits import keeps_selection
 from saccade.nm_sparse.op import NMSparse, forward
@@ -188,12 +189,15 @@ def nm_sparse_attention(
 
 
 def _as_cpp_takes_it(call: tuple) -> tuple | None:
-    """A call by which C++ looks it up; None if it never replays such a call: lengths are checked by their values, and a key of dropout is drawn."""
+    """A call by which C++ looks it up; None if it never replays such a call: lengths are checked by their values, and a key of dropout is drawn.
+
+    TF32 counts, because backends choose by it.
+    """
     *tensors, mask, dropout_p, is_causal, scale, gqa, pattern, blocks, lengths, first, recent, return_lse, backend = call
-    plain = lengths is None and not any(type(x) not in (int, float) or x for x in (dropout_p, first, recent))
-    if not plain or type(return_lse) is not bool:
+    absent = type(dropout_p) in (int, float) and dropout_p == 0 and all(type(x) is int and x == 0 for x in (first, recent))
+    if lengths is not None or not absent or type(return_lse) is not bool:
         return None
-    return (*tensors, mask, blocks, "nm_sparse_attention", is_causal, scale, gqa, pattern, backend)
+    return (*tensors, mask, blocks, "nm_sparse_attention", is_causal, scale, gqa, pattern, backend, allows_tf32())
 
 
 def _within(lengths: Tensor, kv_len: int, mask: Tensor | None) -> Tensor:
