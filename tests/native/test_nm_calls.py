@@ -12,7 +12,9 @@ from recorded_triton import recording
 import saccade
 from saccade import native
 from saccade.engine import dispatch, switch
+from saccade.errors import CompilerUnavailable
 from saccade.launch import cuda as launch_cuda
+from saccade.launch import disabled
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import CudaLaunch
 from saccade.nm_sparse import op
@@ -104,6 +106,25 @@ def test_blocks_that_are_split(seen):
     assert len(native.calls) == 1
     assert [x[0] for x in kinds[0]] == [sum(b"fused_sm90"), sum(b"combine")]
     assert kinds[0] == kinds[1] == kinds[2]
+
+
+def test_a_backend_that_fails_after_a_launch(seen, monkeypatch):
+    """C++ replays only the launches of the backend that took its place."""
+
+    def fails(*given):
+        raise CompilerUnavailable("no compiler")
+
+    monkeypatch.setattr(launchers.last_wave, "combine", fails)
+    monkeypatch.setattr(disabled, "_disabled", {})
+    monkeypatch.setattr(disabled, "_warned", set())
+    given = tensors(4096, 128, 17, 17, 1)
+    with pytest.warns(RuntimeWarning, match="backend 'masked' computes instead"):
+        saccade.nm_sparse_attention(*given)
+    assert len(seen) == 2
+    assert len(native.calls) == 1
+    before = len(seen)
+    saccade.nm_sparse_attention(*given)
+    assert len(seen) == before + 1
 
 
 def test_the_triton_kernel(seen, monkeypatch):
