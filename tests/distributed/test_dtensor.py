@@ -350,6 +350,21 @@ def test_modules_with_sharded_batches(two, name):
         assert error < LIMITS[two.device_type]
 
 
+def _hooks_of_parts(rank, ranks, device):
+    mesh = init_device_mesh(device.type, (ranks,))
+    leaves = [x.requires_grad_() for x in data(device, *[(B, H, T, D)] * 3)]
+    tensors = [distribute_tensor(x, mesh, [Shard(0)]) for x in leaves]
+    assert all(x._local_tensor.requires_grad for x in tensors)
+    with torch.no_grad():
+        for _ in range(3):
+            saccade.attention(*tensors)
+    return sum(len(x._local_tensor._backward_hooks or ()) for x in tensors)
+
+
+def test_calls_without_a_gradient_leave_no_hook(two):
+    assert two(_hooks_of_parts) == [0, 0]
+
+
 def _refusing_modules(rank, ranks, device):
     mesh = init_device_mesh(device.type, (ranks,))
     made = nn.NystromAttention(32, 4, 4), nn.TriangleAttention(32, 8, 4)

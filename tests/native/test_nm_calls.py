@@ -11,8 +11,10 @@ from recorded_triton import recording
 
 import saccade
 from saccade import native
-from saccade.engine import dispatch
+from saccade.engine import dispatch, switch
+from saccade.errors import CompilerUnavailable
 from saccade.launch import cuda as launch_cuda
+from saccade.launch import disabled
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import CudaLaunch
 from saccade.nm_sparse import op
@@ -106,6 +108,25 @@ def test_blocks_that_are_split(seen):
     assert kinds[0] == kinds[1] == kinds[2]
 
 
+def test_a_backend_that_fails_after_a_launch(seen, monkeypatch):
+    """C++ replays only the launches of the backend that took its place."""
+
+    def fails(*given):
+        raise CompilerUnavailable("no compiler")
+
+    monkeypatch.setattr(launchers.last_wave, "combine", fails)
+    monkeypatch.setattr(disabled, "_disabled", {})
+    monkeypatch.setattr(disabled, "_warned", set())
+    given = tensors(4096, 128, 17, 17, 1)
+    with pytest.warns(RuntimeWarning, match="backend 'masked' computes instead"):
+        saccade.nm_sparse_attention(*given)
+    assert len(seen) == 2
+    assert len(native.calls) == 1
+    before = len(seen)
+    saccade.nm_sparse_attention(*given)
+    assert len(seen) == before + 1
+
+
 def test_the_triton_kernel(seen, monkeypatch):
     launches = []
     for times in range(3):
@@ -154,19 +175,53 @@ def test_patterns_and_layouts_are_calls_of_their_own(seen):
     assert len(native.calls) == 3
 
 
-def test_float32_follows_the_switch_of_tf32(seen, monkeypatch):
-    """A kernel that rounds to TF32 is not replayed once torch may not do so."""
-    given = [x.float() for x in tensors()]
-    for allowed, count in ((True, 1), (False, 2), (True, 2)):
-        monkeypatch.setattr("saccade.nm_sparse.api.allows_tf32", lambda allowed=allowed: allowed)
-        for _ in range(2):
-            saccade.nm_sparse_attention(*given, backend="masked")
-        assert len(native.calls) == count
-
-
 def test_a_disabled_library_forgets_the_call(seen):
     given = tensors()
     for _ in range(2):
         saccade.nm_sparse_attention(*given, backend="mma_sp")
     with saccade.disabled():
         assert len(native.calls) == 0
+
+
+@pytest.mark.parametrize("backend", ["mma_sp", "auto"])
+def test_tf32_counts(seen, backend, monkeypatch):
+    """Kernels that multiply TF32 run only while torch allows it."""
+    given, made = [x.float() for x in tensors()], []
+    forward = op.forward
+    monkeypatch.setattr("saccade.nm_sparse.api.forward", lambda *given: made.append(given) or forward(*given))
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed, times in ((True, 1), (True, 1), (False, 2), (True, 2)):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            saccade.nm_sparse_attention(*given, pattern="1:2", backend=backend)
+            assert len(made) == times
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("option", ["dense_first", "dense_recent"])
+def test_a_number_that_python_refuses(seen, option):
+    given = tensors()
+    for _ in range(2):
+        saccade.nm_sparse_attention(*given, backend="mma_sp", **{option: 0})
+    assert len(native.calls) == 1
+    with pytest.raises(saccade.InvalidArgument, match=f"{option} is 0.0"):
+        saccade.nm_sparse_attention(*given, backend="mma_sp", **{option: 0.0})
+
+
+def test_a_call_during_which_the_library_is_disabled(seen, monkeypatch):
+    """Another thread forgets all calls then, and this one must not be remembered after it."""
+    forward = op.forward
+
+    def disabling(*given):
+        results = forward(*given)
+        switch.change(1)
+        return results
+
+    monkeypatch.setattr("saccade.nm_sparse.api.forward", disabling)
+    try:
+        saccade.nm_sparse_attention(*tensors(), backend="mma_sp")
+    finally:
+        switch.change(-1)
+    assert len(seen) == 1
+    assert len(native.calls) == 0

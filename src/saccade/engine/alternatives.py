@@ -17,6 +17,7 @@ from saccade.engine.backend import Backend
 from saccade.engine.tracing import load
 from saccade.errors import CompileError
 from saccade.launch.disabled import FAILURES, disable, failure_of
+from saccade.native.recording import restart
 from saccade.nvrtc import give_up
 
 
@@ -67,6 +68,7 @@ class Alternatives:
                     raise
                 disable(what, f"backend {following!r}", error)
                 prepare.forget()
+                restart()
         raise AssertionError("the last of a chain runs or raises")
 
 
@@ -77,4 +79,5 @@ def _with_or_without_nvrtc(found: Any, run: Callable[[Any], Any]) -> Any:
         if not give_up(error):
             raise
         prepare.forget()
+        restart()
         return run(found)

@@ -229,7 +229,8 @@ def _part(name: str, x: Any, dims: Dims, roles: _Roles) -> Any:
 
 def _with_gradient_in_order(part: Tensor) -> Tensor:
     """The part, whose gradient gets its memory order. Some of torch's formulas for DTensors, as that of softplus in torch 2.13, raise for another."""
-    if not part.requires_grad or torch.compiler.is_compiling():
+    # without gradients the part is the DTensor's own leaf, which would keep a hook of each call
+    if not part.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return part
     strides = _strides(part, tuple(part.shape))
 

@@ -56,6 +56,12 @@ def refuse() -> None:
         ACTIVE.recorder.refused = True
 
 
+def restart() -> None:
+    """A backend failed, and another one makes the call: only the launches from here on are the call's."""
+    if ACTIVE.recorder is not None:
+        ACTIVE.recorder.restart()
+
+
 def shares(shape: Sequence[int], groups: int, device: torch.device) -> Tensor:
     """Scratch memory `[.., Tq, Tk]`, float32, for shares of the gradient of a bias, which are added after the launches (see `Planned`)."""
     made = scratch(shape, torch.float32, device)
@@ -135,6 +141,11 @@ class Recorder:
             self.refused = True
         else:
             self._launches.append((launch, len(self._scratch)))
+
+    def restart(self) -> None:
+        """Forget the launches so far (see `restart`). Their scratch memory keeps its slots, which later pieces come after."""
+        self._launches.clear()
+        self.shares = ()
 
     def note_scratch(self, made: Tensor, queries: int) -> None:
         """Scratch memory of the call (see `scratch`)."""
