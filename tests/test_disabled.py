@@ -16,7 +16,10 @@ import saccade
 from saccade import env
 from saccade.cli.explain import DescribedCall, answer
 from saccade.cli.info import backends_on
+from saccade.engine import prepare
 from saccade.engine.switch import REASON, is_disabled
+from saccade.exact.backends import BACKENDS
+from saccade.exact.problem import describe_attention
 from saccade.integrations import sdpa
 from saccade.operations import OPERATIONS
 
@@ -126,3 +129,18 @@ def test_a_switch_of_another_value_is_not_ignored_silently(name, read, default, 
 def test_for_a_whole_process():
     program = "from saccade.engine.switch import is_disabled; assert is_disabled()"
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "SACCADE_DISABLE": "1"})
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_call_during_which_the_library_is_disabled_is_not_remembered(changed):
+    """Another thread may enter the block while a call chooses its backend."""
+    rows, signature = torch.randn(1, 2, 4, 8), ("a call", changed)
+
+    def describe():
+        if changed:
+            prepare.forget()
+        return describe_attention(rows, rows, rows, None, 0.0, False, None, False, None, False, False, False)
+
+    found = prepare.prepare(signature, describe, (), BACKENDS, "reference")
+    assert (prepare._PREPARED.get(signature) is found) == (not changed)
+    prepare.forget()

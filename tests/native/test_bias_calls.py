@@ -142,6 +142,15 @@ def test_windows_that_are_copied_stay_with_python(seen):
     assert len(native.calls) == 0
 
 
+def test_a_call_during_which_the_library_is_disabled_is_not_remembered(seen, monkeypatch):
+    monkeypatch.setattr("saccade.exact.api.begin", begin_recording)
+    leaves = [torch.randn(BATCH, HEADS, LENGTH, DIM).half() for _ in range(3)]
+    for disabled in (True, False):
+        monkeypatch.setattr("saccade.exact.replay.is_disabled", lambda disabled=disabled: disabled)
+        saccade.attention(*leaves, backend="short")
+        assert len(native.calls) == (not disabled)
+
+
 def test_what_stays_with_python(seen):
     """A bias whose elements share memory, which saved-tensor hooks could not bring back so."""
     leaves = [torch.randn(BATCH, HEADS, LENGTH, DIM, dtype=torch.float16) for _ in range(3)]

@@ -22,6 +22,7 @@ from saccade.launch.cache import LaunchCache
 
 _PREPARED: dict[Hashable, Prepared] = {}
 _MAX_PREPARED = 4096
+_generation = 0  # how often calls were forgotten
 
 
 class Prepared:
@@ -98,9 +99,10 @@ def prepare(
     Raises:
         InvalidArgument, UnsupportedProblem: as `describe` and `dispatch.choose`.
     """
+    before = _generation
     with untraced():
         prepared = Prepared(choose(backends, describe(*arguments), backend))
-    if signature is not None:
+    if signature is not None and before == _generation:  # else another thread has changed what may be chosen
         # only an endless stream of new shapes fills the memory
         if len(_PREPARED) >= _MAX_PREPARED:
             _PREPARED.clear()
@@ -110,6 +112,8 @@ def prepare(
 
 def forget() -> None:
     """Forget every prepared call, so that backends are chosen again, because one of them was disabled."""
+    global _generation
+    _generation += 1
     _PREPARED.clear()
     native.forget()
 

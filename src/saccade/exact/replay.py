@@ -12,6 +12,7 @@ from saccade.engine import prepare
 from saccade.engine.layout import shares_memory, strides_like_heads
 from saccade.engine.prepare import Prepared
 from saccade.engine.problem import replayable
+from saccade.engine.switch import is_disabled
 from saccade.exact.args import AttentionArgs
 from saccade.exact.op import OPS
 from saccade.exact.problem import by_window, in_one_batch
@@ -38,6 +39,8 @@ def record(
     call: all arguments of the public function, in their order. inputs: the tensors among them, query, key and value or one packed
         tensor, then the mask or bias if there is one, then the lengths, then the mask of keys given with a bias.
     """
+    if is_disabled():  # another thread may have disabled the library during the call, and forgotten all calls
+        return
     problem, chosen, told = prepared.problem, prepared.backend, False
     prepared.recorded.remember(native.calls.key(call), True)
     if replayable(problem) and chosen.own_dropout and args.lengths is None:

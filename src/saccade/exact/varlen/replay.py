@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saccade import native
 from saccade.engine.prepare import Prepared
+from saccade.engine.switch import is_disabled
 from saccade.env import check_lengths
 from saccade.exact.recorded import Backward, begin_recording, key_of, numbers_of
 from saccade.exact.varlen.args import ALIGNMENTS, VarlenArgs, VarlenCall
@@ -53,7 +54,8 @@ def record(
     """Describe a call that Python has made to C++. qkv: what query, key and value are views of."""
     inputs, seed = args[:5] if qkv is None else (qkv, args[3]), () if args.seed is None else (args.seed,)
     chosen = prepared.backend
-    if lse is None or chosen.limits is None:
+    # another thread may have disabled the library during the call, and forgotten all calls
+    if lse is None or chosen.limits is None or is_disabled():
         return
     planned = recorder.planned((*inputs, out, lse, *seed), len(inputs))
     if planned is None:
