@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from saccade.exact.long import bias, bias_gradient, sm90
 from saccade.exact.ragged import sm80, tokens_sm90
 from saccade.exact.short import sm90 as short_sm90
-from saccade.native.cuda import as_bytes
 from saccade.nm_sparse.fused import last_wave
 from saccade.nvrtc import Options, parameters_of
 from saccade.recorder import ACTIVE
@@ -96,8 +95,9 @@ class Named:
         if ACTIVE.recorder is not None:
             ACTIVE.recorder.cuda_by_name(self, arguments)
         maps = tuple([arguments[name].about for name in self.parameters.maps])
-        kinds = zip(self.parameters.kinds.items(), self.parameters.converters, strict=True)
-        values = [as_bytes(convert(arguments[name])) for (name, kind), convert in kinds if kind != "tensor_map"]
+        values = [
+            self.parameters.word(name, arguments[name]) for name in self.parameters.kinds if name not in self.parameters.maps
+        ]
         extents = (*(self.shape.grid if isinstance(self.shape.grid, tuple) else (self.shape.grid,)), 1, 1)[:3]
         self.seen.append((self.function, extents, self.shape.block, self.shape.shared_bytes, maps, tuple(values)))
 

@@ -27,7 +27,7 @@ def describe(
 
 def describe_by_name(launch: Any, arguments: Mapping[str, Any]) -> Described | None:
     """The same of a launch whose arguments have names (`saccade.nvrtc.Launch`)."""
-    kinds, converters = launch.parameters.kinds, launch.parameters.converters
+    kinds = launch.parameters.kinds
     maps = [arguments[name] for name in launch.parameters.maps]
     leading = tuple(kinds)[: len(maps)] == launch.parameters.maps
     # a map of no tensor comes with an address among the numbers
@@ -39,15 +39,10 @@ def describe_by_name(launch: Any, arguments: Mapping[str, Any]) -> Described | N
     ):
         return None
     slots, values = [], []
-    for (name, kind), convert in [*zip(kinds.items(), converters, strict=True)][len(maps) :]:
+    for name, kind in [*kinds.items()][len(maps) :]:
         slots.append(ADDRESS if kind == "pointer" else FIXED)
-        values.append(arguments[name] if kind == "pointer" else as_bytes(convert(arguments[name])))
+        values.append(arguments[name] if kind == "pointer" else launch.parameters.word(name, arguments[name]))
     return _described(launch, slots, values, tuple([Moved(ADDRESS, *x.about) for x in maps]))
-
-
-def as_bytes(number: Any) -> int:
-    """The bytes of a number, as a whole number of eight bytes."""
-    return int.from_bytes(bytes(number).ljust(8, b"\0"), "little", signed=True)
 
 
 def _described(

@@ -47,6 +47,11 @@ KINDS = {
 }
 
 
+def as_word(number: Any) -> int:
+    """The bytes of a number of ctypes, as a whole number of eight bytes."""
+    return int.from_bytes(bytes(number).ljust(8, b"\0"), "little", signed=True)
+
+
 class Parameters:
     """The parameter list of a kernel, made of (name, type) in its order.
 
@@ -97,6 +102,10 @@ class Parameters:
         missing, unknown = [n for n in names if n not in given], [n for n in given if n not in names]
         parts = [f"{what} {', '.join(of)}" for what, of in (("lacks", missing), ("does not take", unknown)) if of]
         raise InvalidArgument(f"kernel {kernel} {' and '.join(parts)}; it takes {', '.join(names) or 'nothing'}")
+
+    def word(self, name: str, value: Any) -> int:
+        """The bytes of a value of one parameter, as a whole number of eight bytes."""
+        return as_word(KINDS[self.kinds[name]].convert(value))
 
     def write(self, memory: Any, values: Sequence[Any]) -> None:
         """Write the values of all parameters but maps, in order, to their offsets.

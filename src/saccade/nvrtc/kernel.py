@@ -13,7 +13,7 @@ import torch
 
 from saccade.errors import InvalidArgument, SaccadeError
 from saccade.nvrtc.architecture import architecture_for, architecture_named
-from saccade.nvrtc.arguments import Parameters, check_sizes
+from saccade.nvrtc.arguments import Parameters, as_word, check_sizes
 from saccade.nvrtc.capture import loading_allowed
 from saccade.nvrtc.compiler import Options, compile_cubin
 from saccade.nvrtc.declared import parameters_of
@@ -194,7 +194,7 @@ class Bound:
     @property
     def numbers(self) -> tuple[int, ...]:
         """The bytes of each bound number, as a whole number of eight bytes."""
-        return tuple([int.from_bytes(bytes(n).ljust(8, b"\0"), "little", signed=True) for n in self._numbers])
+        return tuple(map(as_word, self._numbers))
 
     def __call__(
         self, *pointers: int, maps: Sequence[tuple] = (), grid: int = 0, follows: tuple[int, int, int] | None = None
