@@ -188,6 +188,7 @@ def measure(table: str, part: Part, folder: Path, options: argparse.Namespace) -
         if not options.no_gate and subprocess.run(gate, check=False).returncode:
             print(f"saccade verify failed: nothing of {table} is measured", file=sys.stderr)
             return 1
+        wait_for_native()
         writer = Writer(path, {**machine(), **({"commit": options.commit} if options.commit else {})}, part)
         module.run(writer, options.repeat_ms)
         if writer.rows:
@@ -198,6 +199,18 @@ def measure(table: str, part: Part, folder: Path, options: argparse.Namespace) -
     if part.left:
         print(f"left: {table} {'as a whole' if part.left == [table] else f'--rows {shlex.join(part.left)}'}", flush=True)
     return 0
+
+
+def wait_for_native(seconds: float = 240) -> None:
+    """On a GPU, wait until C++ replays calls, or so long, and report it. A machine's first table would else time Python's launches."""
+    import torch
+
+    from saccade import native
+    from saccade.engine.prepare import wait_for_known_calls
+
+    if torch.cuda.is_available():
+        there = wait_for_known_calls("cuda", seconds)
+        print(f"calls that C++ replays: {native.status()}" if there else "without the C++ path", flush=True)
 
 
 def draw(path: Path) -> None:

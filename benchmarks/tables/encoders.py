@@ -46,7 +46,6 @@ from sentence_models import batches_of, sentence_transformer
 from torch import Tensor, nn
 
 import saccade
-from saccade.engine.prepare import wait_for_known_calls
 from saccade.testing.timing import kernel_time, throughput_in_turns
 
 DEVICE = "cuda"
@@ -142,7 +141,6 @@ def case_of(row: Mapping[str, str]) -> str:
 def run(writer: Writer, repeat_ms: int) -> None:
     """Measure every case."""
     register_all()
-    wait_for_known_calls(DEVICE)
     for case in writer.part.cases(every_case()):
         if isinstance(case, Strings):
             said = measure_strings(writer, case, DEVICE)

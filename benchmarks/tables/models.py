@@ -123,10 +123,6 @@ def case_of(row: Mapping[str, str]) -> str:
 def run(writer: Writer, repeat_ms: int) -> None:
     """Measure every case."""
     register_all()
-    if DEVICE == "cuda":
-        from tables.short_overhead import wait_for_native
-
-        wait_for_native(60)
     cases = every_case()
     for name in writer.part.cases(cases):
         cases[name](writer, repeat_ms)

@@ -93,10 +93,6 @@ def case_of(row: Mapping[str, str]) -> str:
 def run(writer: Writer, repeat_ms: int) -> None:
     """Every model and direction: all depths are checked and timed, then their rows are written."""
     register_all()
-    if DEVICE == "cuda":
-        from tables.short_overhead import wait_for_native
-
-        wait_for_native(60)
     for case in writer.part.cases(every_case()):
         found = {depth: measure(case.model, depth, case.direction, repeat_ms) for depth in DEPTHS}
         _write(writer, case.model, case.direction, found)

@@ -25,7 +25,6 @@ from tables.short_ragged import both_ways
 from torch import Tensor
 
 import saccade
-from saccade.engine.prepare import wait_for_known_calls
 from saccade.exact.problem import describe_attention
 from saccade.hardware import has_package
 from saccade.testing.timing import Timing
@@ -97,7 +96,6 @@ def every_case() -> list[Shape]:
 
 def run(writer: Writer, repeat_ms: int) -> None:
     """Measure forward, backward and both, end to end."""
-    wait_for_known_calls(DEVICE)
     bandwidth = stream_bandwidth()
     for shape in writer.part.cases(every_case()):
         roofs, found = _roofs(shape, bandwidth), {}

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from rows import Row, Writer
 from steps import step
-from tables.short_overhead import wait_for_native
 
 import saccade
 from saccade.engine.problem import Problem
@@ -80,8 +79,7 @@ def case_of(row: Mapping[str, str]) -> str:
 
 
 def run(writer: Writer, repeat_ms: int) -> None:
-    """Measure forward, and forward plus backward, once C++ repeats the calls (`saccade.native`)."""
-    wait_for_native()
+    """Measure forward, and forward plus backward."""
     for case in writer.part.cases(every_case()):
         qkv, ours, theirs, extra = _calls(case)
         problem = _described(case, qkv, ours)

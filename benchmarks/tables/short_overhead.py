@@ -17,7 +17,6 @@ from rows import Row, Writer
 
 import saccade
 from saccade import native
-from saccade.engine.prepare import wait_for_known_calls
 from saccade.testing.timing import Timing
 
 CALLS, ROUNDS = 200, 11
@@ -44,16 +43,9 @@ def every_case() -> dict[str, Callable[[], Made]]:
 
 def run(writer: Writer, repeat_ms: int) -> None:
     """Every problem."""
-    wait_for_native()
     cases = every_case()
     for problem in writer.part.cases(cases):
         measure(writer, problem, *cases[problem]())
-
-
-def wait_for_native(seconds: float = 240) -> None:
-    """Wait until the C++ path is available, or so long; report if it is not."""
-    there = wait_for_known_calls("cuda", seconds)
-    print(f"calls that C++ replays: {native.status()}" if there else "without the C++ path")
 
 
 def calls_of(q_len: int, layout: str) -> Made:

@@ -18,7 +18,6 @@ from peers import SDPA, peers
 from rows import Row, Writer, numbers_of
 from short_common import Shape
 from steps import NOT_RUN, calls_in_a_graph, capture, first_line, repeated, step, those_that_run
-from tables.short_overhead import wait_for_native
 from torch import Tensor
 
 import saccade
@@ -59,7 +58,6 @@ def case_of(row: Mapping[str, str]) -> str:
 
 def run(writer: Writer, repeat_ms: int) -> None:
     """Measure forward, and forward plus backward, of every shape in both ways; at last the summary."""
-    wait_for_native()
     found: dict[Shape, Gains] = {}
     for shape in writer.part.cases(every_case()):
         found[shape] = gains_of(_measure(writer, shape, repeat_ms / 4))

@@ -372,3 +372,11 @@ def test_tables_of_a_cpu_in_parts(tmp_path, table, row, number):
     assert len(after) == len(before)
     assert len(changed) == 2
     assert all(",sdpa," in line and ",0000000," in line for line in changed)
+
+
+def test_a_table_waits_for_the_calls_that_cpp_replays(runner, fake, load, monkeypatch):
+    order = []
+    monkeypatch.setattr(load("run"), "wait_for_native", lambda: order.append("wait"))
+    monkeypatch.setattr(fake, "run", lambda *given: order.append("table"))
+    runner("short_fake")
+    assert order == ["wait", "table"]

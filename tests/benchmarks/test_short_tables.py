@@ -52,7 +52,6 @@ def long(load, monkeypatch):
 @pytest.fixture
 def sizes(load, monkeypatch):
     table, common = load("tables.short_sizes"), load("short_common")
-    monkeypatch.setattr(table, "wait_for_native", lambda: None)
     monkeypatch.setattr(table, "capture", lambda calls: calls)  # there are no CUDA graphs here
     shapes = [common.Shape(n // 2, 2, length, length, 8) for length in (12, 130) for n in (2, 4)]
     monkeypatch.setattr(table, "SHAPES", shapes)
