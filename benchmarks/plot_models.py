@@ -135,7 +135,11 @@ def _kind(problem: str) -> str:
 def label_of(problem: str) -> str:
     """Model, batch and what the row has of its own, without its counts."""
     label = re.sub(r" (items|mean|padding)=[\d.]+", "", problem)
-    label = re.sub(r" B=(\d+) (sentences|passages|images)(=\d+)?", lambda m: f", {int(m[1]):,} {m[2]}", label)
+    label = re.sub(
+        r" B=(\d+) (sentences|passages|images)(=\d+)?",
+        lambda m: f", {int(m[1]):,} {m[2].removesuffix('s') if m[1] == '1' else m[2]}",
+        label,
+    )
     label = re.sub(r" (\w+) from strings texts=(\d+)", lambda m: f", {m[1]} {int(m[2]):,} texts", label)
     label = re.sub(r" (B|S|size)=(\d+)", r", \1 = \2", label.replace(" tokens=", " S="))
     return re.sub(r" (float32|bfloat16|autocast|compiled|cls_only)", r", \1", label).replace("_", " ")
