@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import emulator
 import pytest
@@ -15,14 +14,14 @@ from saccade.engine.window import ends_of, in_window
 from saccade.exact.args import AttentionArgs, repeated
 from saccade.exact.long import bias_gradient, config, mask_bits, sm90
 from saccade.exact.long import launchers as long
-from saccade.exact.long.bias import UNIT, bias_rows_call, readable
+from saccade.exact.long.bias import readable
 from saccade.exact.ragged import launchers as ragged
 from saccade.exact.shared_bias import launchers as of_bias
 from saccade.exact.testing.check import check_attention
 from saccade.exact.varlen.args import ALIGNED_LAST, BOTTOM_RIGHT, FULL, FULL_BOTTOM_RIGHT, HIDE_LATER, UPPER_LEFT, VarlenArgs
 from saccade.launch import delta
 from saccade.launch.cache import LaunchCache
-from saccade.launch.cuda import CudaLaunch, run
+from saccade.launch.cuda import CudaLaunch
 from saccade.testing.cases import Case
 from saccade.testing.judge import report
 
@@ -288,26 +287,6 @@ def test_biases_that_the_copy_engine_cannot_read_are_copied(bias, copied):
     assert (found.data_ptr() != bias.data_ptr()) == copied
     assert found.data_ptr() % 16 == 0
     assert all(s % 8 == 0 for s in found.stride()[:3])
-
-
-@pytest.mark.parametrize("keys", [1, 7, 8, 9, 15, 16, 17, 255, 257])
-@pytest.mark.parametrize("begins", [0, 1])
-@pytest.mark.parametrize("laid", ["rows", "rows of a wider matrix", "transposed", "every other key"])
-def test_a_copied_bias(keys, begins, laid):
-    """Nothing is read beside the bias, where NaN lies. The numbers behind the end of a row are 0."""
-    windows, heads, queries = 3, 2, 35
-    rows, wide = windows * heads * queries, keys + (0 if laid == "rows" else 5)
-    memory = torch.full((begins + 2 * rows * wide,), math.nan).half()
-    bias = memory[begins : begins + rows * wide].view(windows, heads, queries, wide)[..., :keys]
-    if laid == "transposed":
-        bias = memory[begins : begins + rows * keys].view(windows, keys, heads, queries).permute(0, 2, 3, 1)
-    elif laid == "every other key":
-        bias = memory[begins:].view(windows, heads, queries, 2 * wide)[..., : 2 * keys : 2]
-    bias.copy_(torch.randn(bias.shape))
-    made = torch.full((windows, heads, queries, -(-keys // UNIT) * UNIT), math.nan).half()
-    run(bias_rows_call, (bias, made), (), lambda device: 1)
-    assert torch.equal(made[..., :keys], bias)
-    assert not made[..., keys:].any()
 
 
 def test_masks_beside_causal_rows():
