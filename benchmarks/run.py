@@ -46,10 +46,16 @@ def main(words: list[str] | None = None) -> int:
         return 0
     _check(options, parser.error)
     if options.plot_only:
-        for table in options.tables:
-            draw(_newest(table, options.out))
+        for path in [_newest(table, options.out) for table in options.tables]:
+            if not path.is_file():
+                parser.error(f"--plot-only draws what was measured, and there is no {path}")
+            draw(path)
         return 0
     folder = options.out or results_folder() / gpu_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as reason:
+        parser.error(f"results go into {folder}, where no folder can be made ({reason.strerror}); give another by --out")
     until = began + options.limit if options.limit is not None else float("inf")
     words = {table: words_of(table, folder / f"{table}.csv", options, parser.error) for table in options.tables}
     parts = {table: Part(rows, options.backends, until, began) for table, rows in words.items() if rows is not None}

@@ -74,6 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.length < 1:
         parser.error(f"--length is {given.length}; it must be positive")
+    try:
+        given.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out is {given.out}, where no folder can be made ({error.strerror})")
     generator = torch.Generator().manual_seed(0)
     blocks = bigbird_blocks(-(-given.length // BLOCK), 1, 1, 2, generator)
     query, key, value = (torch.randn(1, 4, given.length, 64, generator=generator) for _ in range(3))

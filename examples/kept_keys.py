@@ -126,6 +126,10 @@ def main(arguments: list[str]) -> int:
     if options.length < 1 or options.keep < 1:
         print(f"--length is {options.length} and --keep {options.keep}; both must be at least 1", file=sys.stderr)
         return 2
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out is {options.out}, where no folder can be made ({error.strerror})")
     scores = SCORES[options.scores](options.length, options.keep, torch.Generator().manual_seed(options.seed))
     print(draw(scores, options.keep, options.scores, options.out / f"kept_keys_{options.scores}.png"))
     return 0

@@ -109,6 +109,10 @@ def main(arguments: list[str] | None = None) -> int:
     if given.length < 2:
         parser.error(f"--length is {given.length}; it must be at least 2")
     try:
+        given.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out is {given.out}, where no folder can be made ({error.strerror})")
+    try:
         import matplotlib
     except ModuleNotFoundError:
         print("no pictures: pip install matplotlib", file=sys.stderr)

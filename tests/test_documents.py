@@ -117,6 +117,14 @@ def test_every_environment_variable_and_command_is_documented():
     assert not [name for name in (*variables, *(f"`saccade {c}" for c in commands)) if name not in page]
 
 
+def test_bibtex_can_read_the_entries_to_cite():
+    """BibTeX knows no comments inside of an entry; it skips what stands between entries."""
+    (text,) = re.findall(r"```bibtex\n(.*?)```", (ROOT / "docs" / "help.md").read_text(encoding="utf-8"), re.DOTALL)
+    entries = re.findall(r"^@.*?^}", text, re.MULTILINE | re.DOTALL)
+    assert len(entries) == 5
+    assert not [entry for entry in entries if "%" in entry]
+
+
 DOCS = ROOT / "docs"
 TABLES = [DOCS / name for name in ("quality.md", "notes/log/speed.md", "notes/log/quality.md")]
 TABLES += [*sorted((DOCS / "speed").glob("*.md")), *sorted((DOCS / "evidence").glob("0*.md"))]

@@ -167,6 +167,16 @@ def test_only_measured_rows_are_replaced(runner, fake, tmp_path):
     assert len(rows(tmp_path)) == 8
 
 
+def test_missing_results_and_a_folder_that_cannot_be_made_are_refused(runner, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        runner("short_fake", "--plot-only")
+    assert f"there is no {tmp_path / 'out' / 'short_fake.csv'}" in capsys.readouterr().err
+    (tmp_path / "out").touch()
+    with pytest.raises(SystemExit):
+        runner("short_fake")
+    assert "where no folder can be made" in capsys.readouterr().err
+
+
 def test_a_whole_run_drops_problems_that_are_gone(runner, fake, tmp_path):
     runner("short_fake")
     fake.CASES = ["n=1 fwd"]

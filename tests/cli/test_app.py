@@ -63,7 +63,7 @@ def test_info_as_json():
 
 
 @pytest.mark.parametrize(
-    ("arch", "runs"), [(70, {"volta", "volta_fp16"}), (90, {"short", "long", "ragged", "volta", "volta_fp16"})]
+    ("arch", "runs"), [(70, {"volta", "volta_fp16"}), (90, {"short", "long", "ragged", "shared_bias", "volta", "volta_fp16"})]
 )
 def test_info_asks_each_backend_about_a_call_that_it_is_for(arch, runs, monkeypatch):
     monkeypatch.setattr(
@@ -219,6 +219,15 @@ def test_explain_of_bias_mask_and_window():
     assert "mask[128x1]" in answer(DescribedCall(q_len=128, kv_len=4, mask="128x1"), "cpu", None)
 
 
+def test_explain_of_a_mask_of_keys_beside_a_bias():
+    triangle = ("-B", "384", "-H", "4", "--tq", "384", "-D", "32", "--bias", "1x4x384x384", "--bias-grad", "--arch", "80")
+    out = run("explain", *triangle, "--key-mask").stdout
+    assert "bias[1x4x384x384]+grad key_mask" in out
+    assert "-> shared_bias" in out
+    assert "mask[32x1x1x128]" in run("explain", "--key-mask", "--arch", "80").stdout
+    assert "key_mask and is_causal=True are both given" in str(run("explain", "--key-mask", "--causal").exception)
+
+
 @pytest.mark.parametrize(
     ("call", "device", "arch", "sentence"),
     [
@@ -233,6 +242,7 @@ def test_explain_of_bias_mask_and_window():
             "dropout_p is 0.1; dynamic_mask_attention has no",
         ),
         (DescribedCall(keep=4), None, None, "keep is 4; attention has no such argument, dynamic_mask_attention has"),
+        (DescribedCall(operation="nm_sparse_attention", key_mask=True), None, None, "nm_sparse_attention has no such argument"),
         (DescribedCall(documents=True), None, None, "documents is True; attention has no such"),
         (DescribedCall(window="64"), None, None, r"window is '64'; of attention it is \(left, right\), as 64,64 or 64,none"),
         (DescribedCall(window="64,-1"), None, None, r"window is '64,-1'; of attention it is"),

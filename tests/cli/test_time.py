@@ -136,7 +136,7 @@ def test_one_round_is_one(monkeypatch):
         return {name: Timing(float(len(counts)), 0.5, 9.0) for name in calls}
 
     monkeypatch.setattr(command, "measure_in_turns", counted)
-    assert "medians of 1 rounds" in run(*SMALL).stdout
+    assert "medians of 1 round;" in run(*SMALL).stdout
     assert counts == [1]
 
 

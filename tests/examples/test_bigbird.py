@@ -45,3 +45,10 @@ def test_it_runs(tmp_path, capsys):
     assert bigbird.main(["--length", "200", "--out", str(tmp_path)]) == 0
     assert "scores left" in capsys.readouterr().out
     assert (tmp_path / "bigbird.png").stat().st_size > 3000
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        bigbird.main(["--out", str(tmp_path / "file")])
+    assert "where no folder can be made" in capsys.readouterr().err

@@ -44,3 +44,10 @@ def test_draws_a_picture(tmp_path):
 def test_says_what_is_wrong(capsys):
     assert kept_keys.main(["--keep", "0"]) == 2
     assert "--keep 0" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        kept_keys.main(["--out", str(tmp_path / "file")])
+    assert "where no folder can be made" in capsys.readouterr().err

@@ -43,3 +43,10 @@ def test_draws_pictures(tmp_path):
     assert pruned_attention.main(["--length", "24", "--out", str(tmp_path)]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {"quality.png", "maps.png"}
     assert all(p.stat().st_size > 10_000 for p in tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        pruned_attention.main(["--out", str(tmp_path / "file")])
+    assert "where no folder can be made" in capsys.readouterr().err

@@ -255,6 +255,11 @@ def test_rows_of_the_bounded_cache_can_be_repeated_and_selected():
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_bounded_cache_needs_the_config_of_a_doge_model():
+    with pytest.raises(saccade.InvalidArgument, match="config is a BertConfig; it must have keep_window_size"):
+        DogeCache(transformers.BertConfig())
+
+
 def test_a_bounded_cache_needs_this_implementation():
     ours, theirs = _pair()
     cache = DogeCache(theirs.config)

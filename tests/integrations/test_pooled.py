@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import saccade
-from saccade.errors import SaccadeError, UnsupportedProblem
+from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.integrations import pooled_layers
 from saccade.integrations import transformers as integration
 from saccade.integrations.pooled import cls_only
@@ -259,8 +259,9 @@ def test_saved_share():
     assert handle.saved(9) == {"encoder.layer.1": pytest.approx(1 - after / before)}
     assert handle.saved(1) == {"encoder.layer.1": 0.0}
     assert f"{handle.saved(128)['encoder.layer.1']:.0%}" in repr(handle)
-    with pytest.raises(UnsupportedProblem, match="tokens is 0"):
-        handle.saved(0)
+    for tokens in (0, True, 1.5, "9"):
+        with pytest.raises(InvalidArgument, match=f"tokens is {tokens!r}; it must be a whole number"):
+            handle.saved(tokens)
     handle.restore()
     assert "restored" in repr(handle)
 

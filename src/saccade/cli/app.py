@@ -150,6 +150,7 @@ def explain(
     mask: Annotated[str | None, typer.Option(help="Shape of a boolean mask, as 1x1x128x128.")] = None,
     bias: Annotated[str | None, typer.Option(help="Shape of an additive bias, as 1x8x128x128.")] = None,
     bias_grad: Annotated[bool, typer.Option("--bias-grad", help="The bias needs a gradient.")] = False,
+    key_mask: Annotated[bool, typer.Option("--key-mask", help="attention: a key_mask is given.")] = False,
     grad: Annotated[bool, typer.Option(help="Inputs need gradients.")] = True,
     lse: Annotated[bool, typer.Option("--lse", help="return_lse=True.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
@@ -163,7 +164,7 @@ def explain(
 
     call = DescribedCall(
         op.value, batch, heads, heads if hkv is None else hkv, tq, tq if tk is None else tk, dim, None if dtype is None else dtype.value, causal, lengths, dropout, mask, bias, bias_grad, grad, lse,
-        keep, documents, pattern, blocks, sinks, window, dense_first, dense_recent,
+        keep, documents, pattern, blocks, sinks, window, dense_first, dense_recent, key_mask,
     )  # fmt: skip
     print(answer(call, device, arch, as_json))
 

@@ -18,6 +18,7 @@ from saccade.engine.dispatch import explain, verdicts
 from saccade.engine.operation import Operation
 from saccade.engine.problem import Problem, replayable
 from saccade.errors import InvalidArgument
+from saccade.exact.problem import with_key_mask
 from saccade.hardware import arch_of, assumed, has_package
 from saccade.nm_sparse.problem import BLOCK
 from saccade.nvrtc import obstacles, toolchain
@@ -30,7 +31,7 @@ class DescribedCall:
 
     dtype: None for bf16, or fp16 on a GPU whose tensor cores have no bf16. is_causal: None for the default of the operation. keep,
     documents, sinks: only for `dynamic_mask_attention`. pattern, blocks, dense_first, dense_recent: only for `nm_sparse_attention`.
-    window: as 64,64 or 64,none; for `dynamic_mask_attention` a number of keys.
+    window: as 64,64 or 64,none; for `dynamic_mask_attention` a number of keys. key_mask: only for `attention`.
     """
 
     operation: str = "attention"
@@ -57,6 +58,7 @@ class DescribedCall:
     window: str | None = None
     dense_first: int = 0
     dense_recent: int = 0
+    key_mask: bool = False
 
 
 # arguments that only some operations take; for the others, any value except the default of `DescribedCall` is an error
@@ -76,6 +78,7 @@ _TAKEN_BY = {
     "window": ("attention", "attention_varlen", "dynamic_mask_attention"),
     "dense_first": ("nm_sparse_attention",),
     "dense_recent": ("nm_sparse_attention",),
+    "key_mask": ("attention",),
 }
 
 
@@ -146,6 +149,8 @@ def problem_of(call: DescribedCall, device: torch.device) -> Problem | DynamicMa
     lengths = torch.empty(call.batch, dtype=torch.int32, device="meta") if call.lengths else None
     operation = OPERATIONS[call.operation]
     arguments = _arguments(call, operation, query, key, lengths)
+    if call.key_mask:
+        arguments |= _with_key_mask(call, arguments)
     taken = inspect.signature(operation.describe).parameters
     return _placed(operation.describe(**{name: arguments[name] for name in taken}), device, arch_of(device))
 
@@ -167,6 +172,14 @@ def _arguments(
         "document_ids": torch.empty(call.batch, call.kv_len, dtype=torch.int32, device="meta") if call.documents else None,
         "pattern": call.pattern, "block_mask": torch.empty(tiles, dtype=torch.bool, device="meta") if call.blocks else None,
     }  # fmt: skip
+
+
+def _with_key_mask(call: DescribedCall, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The masks of a call of `attention` with a `key_mask`."""
+    keys = torch.empty(call.batch, call.kv_len, dtype=torch.bool, device="meta")
+    names = ("query", "key", "value", "attn_mask", "is_causal", "enable_gqa", "window")
+    mask, key_mask = with_key_mask(key_mask=keys, **{name: arguments[name] for name in names})
+    return {"attn_mask": mask, "key_mask": key_mask}
 
 
 def _window_of(call: DescribedCall) -> dict[str, Any]:
@@ -202,7 +215,9 @@ def _candidates(call: DescribedCall):
 
 def _mask_of(call: DescribedCall, dtype: torch.dtype) -> torch.Tensor | None:
     if call.mask is not None and call.bias is not None:
-        raise InvalidArgument(f"mask {call.mask!r} and bias {call.bias!r} are both given; a call takes one of them")
+        raise InvalidArgument(
+            f"mask {call.mask!r} and bias {call.bias!r} are both given; a call takes one of them, and --key-mask beside a bias"
+        )
     if call.mask is not None:
         return torch.empty(_shape("mask", call.mask), dtype=torch.bool, device="meta")
     if call.bias is not None:

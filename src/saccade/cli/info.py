@@ -36,16 +36,17 @@ def backends_on(device: torch.device) -> dict[str, dict[str, list[str]]]:
     """operation -> backend -> why it cannot run any everyday call there (empty: it can).
 
     Some backends take only one kind of call, so each is asked about several, and the answer with the fewest obstacles counts. Otherwise a V100's own
-    kernels would report that they need float16, and the kernels for padded rows that they need lengths.
+    kernels would report that they need float16, those for padded rows that they need lengths, and those for shared biases that they need a bias.
     """
     dtype = "bf16" if device.type == "cuda" else "fp32"
     call = DescribedCall(batch=32, heads=8, kv_heads=8, q_len=64, kv_len=64, head_dim=64, dtype=dtype)
     found = {}
     for name, operation in OPERATIONS.items():
         plain = replace(call, operation=name, **operation.everyday)
+        taken = inspect.signature(operation.describe).parameters
         calls = [plain, replace(plain, dtype="fp16")]
-        if "lengths" in inspect.signature(operation.describe).parameters:
-            calls.append(replace(plain, lengths=True))
+        calls += [replace(plain, lengths=True)] if "lengths" in taken else []
+        calls += [replace(plain, bias="64x64")] if "key_mask" in taken else []
         problems = [problem_of(each, device) for each in calls]
         found[name] = {b.name: min((why_not(b, problem) for problem in problems), key=len) for b in operation.backends}
     return found

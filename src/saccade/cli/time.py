@@ -308,7 +308,8 @@ def _show(task: Task, report: Report) -> None:
     console = Console()
     console.print(table)
     widest = max((row.timing.p80 - row.timing.p20) / row.timing.p50 for row in report.rows)
-    said = f"medians of {report.rounds} rounds; the widest spread of a row is {100 * widest:.0f} % of its time"
+    rounds = "1 round" if report.rounds == 1 else f"{report.rounds} rounds"
+    said = f"medians of {rounds}; the widest spread of a row is {100 * widest:.0f} % of its time"
     console.print(said + (": differences below that say nothing" if widest > _SPREAD else ""), highlight=False)
     for name, reason in report.declined.items():
         console.print(f"{name}: {reason}", style="dim", markup=False, highlight=False)

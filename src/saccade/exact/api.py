@@ -131,8 +131,8 @@ def attention(
         lengths: int32 or int64 `[B]`, number of real keys of each batch row. Keys beyond it are invisible and may hold anything,
             NaN included. The values are checked, which waits for the device once for each tensor.
         window: `(left, right)`: query i sees the keys i - left to i + right; None for no limit on a side. It is aligned upper left, as a causal
-            mask is. With `is_causal=True` a key must lie within both. Cost and memory grow with the tokens times the width of the
-            window, at any length. Excludes `attn_mask`. As under a mask, a NaN beyond the window may reach the output.
+            mask is. With `is_causal=True` a key must lie within both. Except in the reference, cost and memory grow with the tokens times
+            the width of the window. Excludes `attn_mask`. As under a mask, a NaN beyond the window may reach the output.
         key_mask: bool `[B, Tk]`, True = visible to the queries of that batch row (for image windows `[images, W, Tk]`). If batch rows share a
             bias, as in structure models, mask and bias need not be combined into one tensor. Excludes `is_causal` and `window`.
         return_lse: also return the natural log-sum-exp of the scores, float32 `[B, H, Tq]` (differentiable). Needs tensors of rank 4, or image
@@ -142,8 +142,8 @@ def attention(
     Returns:
         out `[B, H, Tq, D]` (a view of `[B, T, H, D]` or `[T, B, H, D]` memory if query is one), or `(out, lse)`; for image windows
         `[images, W, H, Tq, D]` and lse `[images, W, H, Tq]`. A query with no visible key gets out 0, lse -inf and zero gradients.
-        NaN or Inf in visible inputs propagates, except in torch's function on a CPU, which gives 0 for a query whose scores of fewer than
-        8 keys are all NaN.
+        NaN or Inf in visible inputs propagates, except in torch's function on a CPU, which gives 0 for a query that sees fewer
+        than 8 keys (16 with AVX-512), if all its scores are NaN.
 
     Raises:
         InvalidArgument: a bad argument, with what was given and what is allowed.

@@ -33,7 +33,7 @@ def explain(
     Only metadata of the tensors is read, and nothing is computed.
 
     Args:
-        query: as in `attention`.
+        query: as in `attention`, but a plain tensor, such as the local one of a DTensor.
         key: as in `attention`.
         value: as in `attention`.
         attn_mask: as in `attention`.
@@ -50,7 +50,7 @@ def explain(
         the call in one line, then a line for each backend in the order in which `auto` tries them; an arrow marks the one that runs.
 
     Raises:
-        InvalidArgument: as `attention`.
+        InvalidArgument: as `attention`; or a nested tensor or DTensor.
     """
     if key_mask is not None:
         attn_mask, key_mask = with_key_mask(query, key, value, attn_mask, key_mask, is_causal, enable_gqa, window)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from saccade.dynamic_mask.decode.cache import DynamicMaskCache
-from saccade.errors import UnsupportedProblem
+from saccade.errors import InvalidArgument, UnsupportedProblem
 
 
 class DogeCache(Cache):
@@ -26,10 +26,16 @@ class DogeCache(Cache):
 
     Args:
         config: the config of the model. Each of its `num_hidden_layers` layers keeps `keep_window_size` entries for each key head.
+
+    Raises:
+        InvalidArgument: `config` is not that of a Doge model.
     """
 
     def __init__(self, config: Any) -> None:
-        super().__init__(layers=[KeptLayer(config.keep_window_size) for _ in range(config.num_hidden_layers)])
+        keep, layers = (getattr(config, name, None) for name in ("keep_window_size", "num_hidden_layers"))
+        if keep is None or layers is None:
+            raise InvalidArgument(f"config is a {type(config).__name__}; it must have keep_window_size and num_hidden_layers")
+        super().__init__(layers=[KeptLayer(keep) for _ in range(layers)])
 
     @property
     def nbytes(self) -> int:

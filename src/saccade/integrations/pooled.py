@@ -109,9 +109,13 @@ class ClsOnly:
 
     def saved(self, tokens: int) -> dict[str, float]:
         """The share of the multiplications that each of these layers saves, with `tokens` tokens in a sequence:
-        between 0 and 1, by the layer's name. Norms, activations and the softmax are not counted."""
-        if tokens < 1:
-            raise UnsupportedProblem(f"tokens is {tokens}; a sequence has at least one")
+        between 0 and 1, by the layer's name. Norms, activations and the softmax are not counted.
+
+        Raises:
+            InvalidArgument: `tokens` is no whole number of at least 1.
+        """
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise InvalidArgument(f"tokens is {shown(tokens)}; it must be a whole number of at least 1")
         shares = {}
         for name, (weights, of_key_value, width) in self._cost.items():
             before = tokens * weights + 2 * tokens * tokens * width
@@ -184,6 +188,7 @@ def cls_only(model: nn.Module) -> ClsOnly:
         the handle, a context manager with `restore()`, `active`, `layers` and `saved(tokens)`.
 
     Raises:
+        InvalidArgument: `model` is no module.
         UnsupportedProblem: the model reads other tokens (token classification, masked language models, question answering, heads
             over a mean), is a decoder, or is not known; from a call: `output_hidden_states`, `output_attentions`, a cache, packed
             sequences, or an attention function other than those above.

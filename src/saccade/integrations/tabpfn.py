@@ -79,7 +79,11 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Leave all calls to TabPFN's own choice again."""
+    """Leave all calls to TabPFN's own choice again.
+
+    Raises:
+        SaccadeError: as `register`.
+    """
     _registry().unregister_attention_backend(_BACKEND.name)
 
 

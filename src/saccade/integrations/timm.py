@@ -123,6 +123,7 @@ def patch(model: nn.Module, *, skip_unknown: bool = False) -> Patch:
         the report and handle, a context manager: `counts`, `left`, `active`, `restore()`.
 
     Raises:
+        InvalidArgument: `model` is no module, or `skip_unknown` no bool.
         UnsupportedProblem: there is no layer that is known; or one that is not, unless `skip_unknown`. Nothing is changed then.
         SaccadeError: the model is patched already.
     """

@@ -117,7 +117,11 @@ class NMWeights:
 
     def to_torch(self, batch: int, head: int) -> torch.sparse.SparseSemiStructuredTensorCUTLASS:
         """One head as torch's semi-structured tensor `[rows, columns]`, padding included; shares memory. Numbers not kept count
-        as 0."""
+        as 0.
+
+        Raises:
+            InvalidArgument: `batch` or `head` is no index of these weights.
+        """
         for name, number, most in (("batch", batch, self.shape[0]), ("head", head, self.shape[1])):
             if check_count(name, number, 0) >= most:
                 raise InvalidArgument(f"{name} is {number}; the weights have {most}")

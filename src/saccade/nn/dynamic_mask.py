@@ -116,6 +116,10 @@ class DynamicMaskAttention(Module):
             document_ids: as in `dynamic_mask_attention`.
             cache: the tokens before these, with the same `keep`, `sinks` and `window`; these tokens are added to it (excludes document_ids). Only under
                 torch.no_grad(), because the contents of a cache get no gradient.
+
+        Raises:
+            InvalidArgument: a bad argument, or a cache that does not fit this module.
+            UnsupportedProblem: the cache is given keys that require a gradient; or the named backend cannot run this call.
         """
         check_tokens(hidden, self.q_proj.in_features, "hidden")
         if cache is not None and not isinstance(cache, DynamicMaskCache):

@@ -134,8 +134,8 @@ def attention_varlen(
         enable_gqa: as in `attention`.
         attn_bias: floating, `[H, max_seqlen_q, max_seqlen_k]`, added to the scaled scores of every sequence; gradient supported.
         window: `(left, right)`: query i of a sequence sees its keys i - left to i + right; None for no limit on a side. It is aligned upper left,
-            as a causal mask is. With `is_causal=True` a key must lie within both. Cost and memory grow with the tokens times the
-            width of the window, at any length. Excludes `attn_bias`.
+            as a causal mask is. With `is_causal=True` a key must lie within both. Except in the reference, cost and memory grow
+            with the tokens times the width of the window. Excludes `attn_bias`.
         return_lse: also return the natural log-sum-exp of the scores, float32 `[H, Tq]` (differentiable).
         backend: "auto", or the name of one backend, which then runs or raises: "ragged", "flash", "sdpa" or "reference".
 
