@@ -38,6 +38,19 @@ def test_auto_takes_the_first_that_can_when_none_prefers():
     assert choose((CANNOT, RATHER_NOT, replace(RATHER_NOT, name="other")), PROBLEM).backend is RATHER_NOT
 
 
+def test_auto_takes_a_backend_of_a_name_only_where_the_reference_is_left():
+    untimed, reference = (
+        replace(A, by_name_only=lambda problem: "not timed", spares_reference=True),
+        replace(RATHER_NOT, name="reference", is_reference=True),
+    )
+    inexact = replace(backend("inexact"), by_name_only=lambda problem: "less exact")
+    assert choose((untimed, RATHER_NOT, reference), PROBLEM).backend is RATHER_NOT
+    assert choose((inexact, untimed, CANNOT, reference), PROBLEM).backend is untimed
+    assert choose((inexact, CANNOT, reference), PROBLEM).backend is reference
+    assert choose((replace(CANNOT, spares_reference=True), reference), PROBLEM).backend is reference
+    assert "  -> a: summary of a, as only the reference is left: not timed" in explain((untimed, reference), PROBLEM)
+
+
 def test_a_name_is_an_order():
     assert choose((A, RATHER_NOT), PROBLEM, "rather").backend is RATHER_NOT
     with pytest.raises(UnsupportedProblem) as caught:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import saccade
+from saccade.engine.dispatch import choose
+from saccade.exact.backends import BACKENDS
 from saccade.exact.long import backend as long_backend
 from saccade.exact.long import bias_gradient, config, sm90
 from saccade.exact.long.backend import LONG
@@ -21,7 +23,8 @@ from saccade.exact.testing.check import check_attention, public_call
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.testing.varlen_check import check_varlen
 from saccade.exact.varlen.args import VarlenArgs
-from saccade.nvrtc import Options, build
+from saccade.hardware import assumed
+from saccade.nvrtc import Options, build, toolchain
 from saccade.testing.baseline import differentiate
 from saccade.testing.cases import Case
 from saccade.testing.inputs import make
@@ -456,6 +459,11 @@ def test_windows_are_taken_by_name_alone(monkeypatch):
     assert LONG.why_not(windowed) == []
     assert LONG.by_name_only(windowed) == "its windows are not timed on dense rows"
     assert LONG.by_name_only(problem_of(monkeypatch)) == ""
+    # in place of the reference, where torch's function would need too large a mask
+    with assumed("triton"), toolchain.assumed():
+        few, many = (problem_of(monkeypatch, n, 8, 500, 500, window=(64, 64), lengths=True) for n in (64, 4096))
+        assert choose(BACKENDS, few).backend.name == "sdpa"
+        assert choose(BACKENDS, many).backend is LONG
     (reason,) = LONG.why_not(problem_of(monkeypatch, window=(64, 64), q_len=2**16 + 1))
     assert "needs Tq and Tk of at most 65536, got 65537 and 197" in reason
 

@@ -32,6 +32,7 @@ class Backend:
     `why_not` lists the obstacles to running this call, one sentence each with the actual value; an empty list means it can run.
     `prefers` says whether `backend="auto"` should pick it; it must follow the measured tables in `benchmarks/results`.
     `by_name_only` says in a few words why `auto` never chooses it for such a problem; empty if it may.
+    `spares_reference`: in spite of `by_name_only`, `auto` takes it for a call that only the reference could run else.
     `rule` says in a sentence why `prefers` says what it says, and names the rows of a committed table that show it, for `explain`.
     `own_dropout`: it draws its dropout itself, so no Philox key is drawn for it and no reference can reproduce its draw.
     `is_reference`: it defines the meaning of the operation; it is slow and takes O(Tq * Tk) memory.
@@ -57,6 +58,7 @@ class Backend:
     is_torch: bool = False
     form: Callable[[Any], Any] | None = None
     by_name_only: Callable[[Any], str] = lambda problem: ""
+    spares_reference: bool = False
     rule: Callable[[Any], Rule | None] = lambda problem: None
     replays: bool = False
     limits: Callable[[Any], tuple[int, int, int, bool, bool]] | None = None

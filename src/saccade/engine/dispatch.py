@@ -44,7 +44,8 @@ class Plan(NamedTuple):
 
 
 def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto") -> Plan:
-    """The plan of a call: with "auto" the first backend that can run and prefers the problem, else the first that can run.
+    """The plan of a call: with "auto" the first backend that can run and prefers the problem, else the first that can run. If that is the reference, a
+    backend that `spares_reference` runs instead.
 
     Raises:
         InvalidArgument: no backend of this operation has that name.
@@ -69,6 +70,8 @@ def _plan(candidates: tuple[Backend, ...], problem: Any) -> Plan | None:
     runnable = _runnable(candidates, problem)
     if not runnable:
         return None
+    if runnable[0].is_reference:
+        runnable = [b for b in candidates if b.spares_reference and _can(b, problem)] or runnable
     return Plan(problem, next((b for b in runnable if b.prefers(problem)), runnable[0]))
 
 
@@ -99,7 +102,9 @@ def _chosen(plan: Plan) -> Verdict:
     said = [plan.backend.summary]
     if plan.form is not None:
         said.append(str(plan.form))
-    if plan.rule is not None:
+    if by_name_only := plan.backend.by_name_only(plan.problem):
+        said.append(f"as only the reference is left: {by_name_only}")
+    elif plan.rule is not None:
         said.append(f"the first that can, as none is preferred: {plan.rule}" if plan.rule.against else str(plan.rule))
     return Verdict(plan.backend.name, "chosen", said)
 
@@ -139,7 +144,11 @@ def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
 
 def _runnable(candidates: tuple[Backend, ...], problem: Any) -> list[Backend]:
     """The backends that "auto" may choose and that can run."""
-    return [b for b in candidates if not b.by_name_only(problem) and not why_not(b, problem) and not _failed(b, problem)]
+    return [b for b in candidates if not b.by_name_only(problem) and _can(b, problem)]
+
+
+def _can(backend: Backend, problem: Any) -> bool:
+    return not why_not(backend, problem) and not _failed(backend, problem)
 
 
 def _failed(backend: Backend, problem: Any) -> str:

@@ -269,6 +269,7 @@ LONG = Backend(
     saves_output=True,
     form=_describe,
     by_name_only=_not_timed_at_all,
+    spares_reference=True,
     rule=_rule,
     replays=True,
 )
