@@ -203,6 +203,7 @@ def _refused(rank, ranks, device):
 
     sharded = [on(x, Shard(1)) for x in (query, key, value)]
     six = distribute_tensor(data(device, (B, 6, T, D))[0], mesh, [Shard(1)])
+    seen = scores[:, 0] > 0
     rows, ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (4, T))
     other = DeviceMesh(device.type, list(range(ranks))[::-1])
     return {
@@ -228,6 +229,8 @@ def _refused(rank, ranks, device):
         ),
         "rows of expiry": said(saccade.expiry, on(scores[:ranks], Shard(0)), 3, cu_seqlens=ends),
         "packed": said(saccade.attention_qkvpacked, on(data(device, (B, T, 3, H, D))[0], Shard(1))),
+        "plain key_mask": said(saccade.attention, *(on(query, Shard(0)),) * 3, key_mask=seen),
+        "sharded key_mask": said(saccade.attention, *(query,) * 3, key_mask=on(seen, Shard(0))),
     }
 
 
@@ -256,6 +259,10 @@ def test_placements_that_cannot_run_are_named(two):
             assert texts[name].startswith(f"query has shape {given}, key {[B, H, T, D]}; a DTensor query is not broadcast")
         assert texts["other"] == "key is a NoneType; it must be a torch.Tensor"
         assert "Shard(3), the heads" in texts["packed"]
+        assert texts["plain key_mask"].startswith("key_mask is a plain tensor and query is sharded on mesh dim tp")
+        assert texts["sharded key_mask"].startswith(
+            "key_mask is a DTensor, a subclass of torch.Tensor with operations of its own"
+        )
         for name, heads in (("rows", H), ("rows of expiry", HKV)):  # each rank holds one row of two
             assert texts[name].startswith(f"key_scores is [2, {heads}, 12]; with cu_seqlens all documents lie in one row")
 
@@ -293,6 +300,11 @@ def _plain_and_cut(rank, ranks, device):
     views = [distribute_tensor(x.transpose(1, 2).contiguous(), mesh, [Shard(2)]).transpose(1, 2) for x in (query, key, value)]
     out = saccade.attention(*views, lengths=lengths)
     assert out.stride() == tuple(views[0].stride())
+    masks = {"attn_mask": data(device, (H, 1, T))[0] > 0, "key_mask": torch.arange(T, device=device) < lengths[:, None]}
+    expected_masked = saccade.attention(query, key, value, **masks)
+    heads = [distribute_tensor(x, mesh, [Shard(1)]) for x in (query, key, value)]
+    masked = saccade.attention(*heads, **masks | {"attn_mask": distribute_tensor(masks["attn_mask"], mesh, [Shard(0)])})
+    same = same and torch.allclose(masked.full_tensor(), expected_masked, **near)
     return same and torch.allclose(out.full_tensor(), expected, **near)
 
 

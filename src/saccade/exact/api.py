@@ -175,14 +175,16 @@ def attention(
         # as plain numbers, which the signature holds; C++ replays no call with a window
         window = check_window(window)
         call = (*call[:_WINDOW], window, *call[_WINDOW + 1 :])
-    if key_mask is not None and not (isinstance(query, Tensor) and query.is_nested):
+    sharded = type(query) is not Tensor and is_dtensor(query)
+    # each rank combines its own parts of the masks
+    if key_mask is not None and not sharded and not (isinstance(query, Tensor) and query.is_nested):
         attn_mask, key_mask = with_key_mask(query, key, value, attn_mask, key_mask, is_causal, enable_gqa, window)
         if key_mask is None:
             return attention(**AttentionCall(*call)._replace(attn_mask=attn_mask, key_mask=None)._asdict())
     if is_causal_bias(attn_mask):
         attn_mask, is_causal = checked_unbiased(attn_mask, is_causal, query, key)
         return attention(**AttentionCall(*call)._replace(attn_mask=attn_mask, is_causal=is_causal)._asdict())
-    if type(query) is not Tensor and is_dtensor(query):
+    if sharded:
         return _attention_on_shards(call)
     if isinstance(query, Tensor) and query.is_nested:
         return attention_nested(*call)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.arguments import check_flag, check_mask, check_tensors
-from saccade.engine.kinds import check_kinds_but_sharded
+from saccade.engine.kinds import check_kinds, check_kinds_but_sharded
 from saccade.engine.problem import Problem, compiled_or_captured, describe, replayed_by_cpp, shape_of_mask
 from saccade.engine.window import Window, check_alone, check_window, restricting, shown_window
 from saccade.errors import InvalidArgument
@@ -72,7 +72,7 @@ def with_key_mask(
     Raises:
         InvalidArgument: key_mask is not bool `[*batch, Tk]`, or is given with an argument that excludes it.
     """
-    check_kinds_but_sharded(query=query, key=key, value=value, key_mask=key_mask)
+    check_kinds(query=query, key=key, value=value, key_mask=key_mask)
     check_tensors(query, key, value)
     if must_broadcast(query, key, value, enable_gqa):
         query, key, value = broadcast(query, key, value, enable_gqa)  # the masks have the shape of the result
@@ -90,7 +90,7 @@ def with_key_mask(
         raise InvalidArgument("key_mask and is_causal=True are both given; put both into attn_mask, or give lengths")
     if (window := check_window(window)) is not None:
         raise InvalidArgument(f"key_mask and {shown_window(window)} are both given; put both into attn_mask")
-    check_kinds_but_sharded(attn_mask=attn_mask)
+    check_kinds(attn_mask=attn_mask)
     if check_mask(query, key, attn_mask, False, query.shape[-3]) == "bias":
         return attn_mask, key_mask
     rows = key_mask[..., None, None, :]
