@@ -34,6 +34,7 @@ from saccade.exact.problem import (
     with_key_mask,
 )
 from saccade.exact.replay import begin, record
+from saccade.exact.sdpa_mask import misread_on_a_cpu
 from saccade.exact.varlen.nested import attention_nested
 
 _PLACED = placed(AttentionCall)
@@ -196,6 +197,7 @@ def attention(
         and type(backend) is str
         and backend == "auto"
         and enable_gqa is False
+        and not misread_on_a_cpu(attn_mask, query)
     ):
         found = on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale, lengths)
         if found is not None:
