@@ -29,6 +29,7 @@ from saccade.exact.problem import (
     broadcast,
     by_window,
     check_packed,
+    check_whole,
     in_one_batch,
     mask_of_keys,
     with_key_mask,
@@ -359,12 +360,18 @@ def _attention_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:
                 f"query has shape {list(query.shape)}, {name} {list(x.shape)}; a DTensor query is not broadcast over batch or heads: "
                 "expand it"
             )
+    asked = AttentionCall(*call)
+    check_whole(query, key, value, asked.attn_mask, asked.lengths, asked.key_mask, asked.enable_gqa)
     shapes = (*query.shape[:3], value.shape[3]), query.shape[:3]
     return call_on_shards(attention, _PLACED, call, (BHTD, BHTD), shapes)
 
 
 def _packed_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:
     """`attention_qkvpacked` of DTensors."""
-    batch, tokens, _, heads, dim = call[0].shape
+    qkv, asked = call[0], PackedCall(*call)
+    batch, tokens, _, heads, dim = qkv.shape
+    like = torch.empty((), device=qkv.device).expand(batch, heads, tokens, dim)
+    mask = None if is_causal_bias(asked.attn_mask) else asked.attn_mask
+    check_whole(like, like, like, mask, asked.lengths, None, False)
     shapes = (batch, tokens, heads, dim), (batch, heads, tokens)
     return call_on_shards(attention_qkvpacked, _PACKED_PLACED, call, (Dims(0, 2), BHTD), shapes)
