@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor, init_device_mesh
 
 import saccade
 import saccade.distributed
@@ -399,6 +399,30 @@ def test_a_group_of_one_and_one_of_others(two):
     for same, text in two(_group_of_one):
         assert same
         assert "in the group" in text or "that this rank is in" in text
+
+
+def _outside(rank, ranks, device):
+    mesh = DeviceMesh(device.type, [0])
+    tensors = whole(device, (20,))[:4]
+    if rank == 0:
+        return str(saccade.distributed.dynamic_mask_attention(*tensors, keep=4, enable_gqa=True, group=mesh).shape)
+    calls = (
+        lambda: saccade.distributed.dynamic_mask_attention(*tensors, keep=4, enable_gqa=True, group=mesh),
+        lambda: saccade.distributed.attention(*tensors[:3], group=mesh),
+        lambda: saccade.distributed.head_tail(tensors[0], 2, group=mesh),
+    )
+    said = set()
+    for call in calls:
+        with pytest.raises(saccade.InvalidArgument) as raised:
+            call()
+        said.add(str(raised.value))
+    return said.pop() if len(said) == 1 else sorted(said)
+
+
+def test_a_rank_outside_the_mesh_of_a_call(two):
+    inside, outside = two(_outside)
+    assert inside.startswith("torch.Size")
+    assert "which rank 1 is not in; it must be a process group that this rank is in" in outside
 
 
 def _under_hooks(rank, ranks, device, how):

@@ -203,6 +203,7 @@ def _refused(rank, ranks, device):
 
     sharded = [on(x, Shard(1)) for x in (query, key, value)]
     six = distribute_tensor(data(device, (B, 6, T, D))[0], mesh, [Shard(1)])
+    seen = scores[:, 0] > 0
     rows, ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (4, T))
     other = DeviceMesh(device.type, list(range(ranks))[::-1])
     return {
@@ -228,6 +229,8 @@ def _refused(rank, ranks, device):
         ),
         "rows of expiry": said(saccade.expiry, on(scores[:ranks], Shard(0)), 3, cu_seqlens=ends),
         "packed": said(saccade.attention_qkvpacked, on(data(device, (B, T, 3, H, D))[0], Shard(1))),
+        "plain key_mask": said(saccade.attention, *(on(query, Shard(0)),) * 3, key_mask=seen),
+        "sharded key_mask": said(saccade.attention, *(query,) * 3, key_mask=on(seen, Shard(0))),
     }
 
 
@@ -256,8 +259,61 @@ def test_placements_that_cannot_run_are_named(two):
             assert texts[name].startswith(f"query has shape {given}, key {[B, H, T, D]}; a DTensor query is not broadcast")
         assert texts["other"] == "key is a NoneType; it must be a torch.Tensor"
         assert "Shard(3), the heads" in texts["packed"]
+        assert texts["plain key_mask"].startswith("key_mask is a plain tensor and query is sharded on mesh dim tp")
+        assert texts["sharded key_mask"].startswith(
+            "key_mask is a DTensor, a subclass of torch.Tensor with operations of its own"
+        )
         for name, heads in (("rows", H), ("rows of expiry", HKV)):  # each rank holds one row of two
             assert texts[name].startswith(f"key_scores is [2, {heads}, 12]; with cu_seqlens all documents lie in one row")
+
+
+def _smaller(rank, ranks, device):
+    """Calls that are refused with whole tensors, although each rank's parts would broadcast."""
+    mesh = init_device_mesh(device.type, (ranks,))
+    query, packed, mask, few = data(device, (B, H, T, D), (B, T, 3, H, D), (ranks, 1, T, T), (B, ranks, T, T))
+    lengths, blocks = (
+        torch.ones(B - 1, dtype=torch.int64, device=device),
+        torch.ones(ranks, 1, 1, 1, dtype=torch.bool, device=device),
+    )
+
+    def by(dim, *tensors):
+        return [distribute_tensor(x, mesh, [Shard(dim)]) for x in tensors]
+
+    rows, heads = by(0, query, query, query), by(1, query, query, query)
+    calls = {
+        "rows of key": lambda: saccade.attention(rows[0], *by(0, query[:ranks], query[:ranks])),
+        "heads of key": lambda: saccade.attention(heads[0], *by(1, query[:, :ranks], query[:, :ranks])),
+        "rows of mask": lambda: saccade.attention(*rows, *by(0, mask)),
+        "heads of mask": lambda: saccade.attention(*heads, *by(1, few)),
+        "rows of lengths": lambda: saccade.attention(*rows, lengths=by(0, lengths)[0]),
+        "rows of key_mask": lambda: saccade.attention(*rows, key_mask=by(0, mask[:, 0, 0] > 0)[0]),
+        "packed": lambda: saccade.attention_qkvpacked(*by(0, packed, mask)),
+        "nm": lambda: saccade.nm_sparse_attention(*rows, *by(0, mask)),
+        "nm, heads": lambda: saccade.nm_sparse_attention(*heads, *by(1, few)),
+        "blocks": lambda: saccade.nm_sparse_attention(*rows, block_mask=by(0, blocks)[0]),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            said[name] = f"no error: {call().shape}"
+        except saccade.InvalidArgument as error:
+            said[name] = str(error)
+    return said
+
+
+def test_errors_are_about_whole_tensors(two):
+    wanted = {
+        "rows of key": "batch dimensions differ", "heads of key": "query has 4 heads, key and value 2; pass enable_gqa=True",
+        "rows of mask": "attn_mask has shape [2, 1, 12, 12]; it must broadcast to [4, 4, 12, 12]",
+        "heads of mask": "attn_mask has shape [4, 2, 12, 12]", "rows of lengths": "lengths has shape [3]",
+        "rows of key_mask": "key_mask has shape [2, 12]; it must be [4, 12]", "packed": "attn_mask has shape [2, 1, 12, 12]",
+        "nm": "attn_mask has shape [2, 1, 12, 12]", "nm, heads": "attn_mask has shape [4, 2, 12, 12]",
+        "blocks": "block_mask has shape [2, 1, 1, 1]",
+    }  # fmt: skip
+    for said in two(_smaller):
+        assert said.keys() == wanted.keys()
+        for name, text in said.items():
+            assert text.startswith(wanted[name]), (name, text)
 
 
 def _outside(rank, ranks, device):
@@ -293,6 +349,11 @@ def _plain_and_cut(rank, ranks, device):
     views = [distribute_tensor(x.transpose(1, 2).contiguous(), mesh, [Shard(2)]).transpose(1, 2) for x in (query, key, value)]
     out = saccade.attention(*views, lengths=lengths)
     assert out.stride() == tuple(views[0].stride())
+    masks = {"attn_mask": data(device, (H, 1, T))[0] > 0, "key_mask": torch.arange(T, device=device) < lengths[:, None]}
+    expected_masked = saccade.attention(query, key, value, **masks)
+    heads = [distribute_tensor(x, mesh, [Shard(1)]) for x in (query, key, value)]
+    masked = saccade.attention(*heads, **masks | {"attn_mask": distribute_tensor(masks["attn_mask"], mesh, [Shard(0)])})
+    same = same and torch.allclose(masked.full_tensor(), expected_masked, **near)
     return same and torch.allclose(out.full_tensor(), expected, **near)
 
 

@@ -655,6 +655,18 @@ def test_the_short_way_on_a_cpu_is_the_long_one(how, monkeypatch):
         torch.testing.assert_close(auto, named)
 
 
+@pytest.mark.parametrize("shape", [(5, 33), (1, 33), (2, 3, 5, 33), (1, 1, 5, 33)], ids=str)
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_float32_bias_of_float64_queries(trained, shape):
+    """Torch's kernels on a CPU read its memory as float64."""
+    q, k, v = (torch.randn(2, 3, n, 8, device=DEVICE, dtype=torch.float64) for n in (5, 33, 33))
+    bias = torch.randn(shape, device=DEVICE, requires_grad=trained)
+    expected = torch.softmax(q @ k.mT / 8**0.5 + bias.double(), -1) @ v
+    torch.testing.assert_close(saccade.attention(q, k, v, bias), expected)
+    with saccade.replace_sdpa():
+        torch.testing.assert_close(torch.nn.functional.scaled_dot_product_attention(q, k, v, bias), expected)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="the short way is a CPU's")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(("length", "how"), [(7, ""), (7, "mask"), (7, "causal"), (4, ""), (4, "causal"), (1, "")])

@@ -232,3 +232,10 @@ def test_borders_of_several_rows_are_refused():
     q = torch.randn(2, 2, 20, 8)
     with pytest.raises(UnsupportedProblem, match="batch of 2 rows"):
         attention_forward(Layer(), q, q, q, torch.ones(2, 1, 20, 20, dtype=torch.bool), cu_seq_lens_q=ends())
+
+
+@pytest.mark.parametrize("ends", [[0, 5], [0, 2, 5]], ids=str)
+def test_ends_of_queries_are_not_those_of_more_keys(ends):
+    query, key = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 9, 16)
+    with pytest.raises(UnsupportedProblem, match="5 queries, but there are 9 keys; pass cu_seq_lens_k for them"):
+        attention_forward(nn.Module(), query, key, key, None, is_causal=False, cu_seq_lens_q=torch.tensor(ends))

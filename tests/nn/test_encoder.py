@@ -191,6 +191,7 @@ def test_compiles_without_a_graph_break(cls_only):
         (lambda: SelfAttention(12, 3.0), "num_heads 3.0"),
         (lambda: SelfAttention(12, 3, dropout=1.0), "dropout is 1.0"),
         (lambda: AttentionPooling(12, 5), "embed_dim is 12 and num_heads 5"),
+        (lambda: EncoderLayer(12, 5), "d_model is 12 and nhead 5; d_model must be a positive multiple of nhead"),
         (lambda: EncoderLayer(12, 3, activation="swish"), "activation is 'swish'"),
         (lambda: Encoder(EncoderLayer(12, 3), 0), "num_layers is 0"),
         (lambda: Encoder(EncoderLayer(12, 3), "2"), "num_layers is '2'; it must be a whole number, at least 1"),

@@ -24,6 +24,8 @@ def group_of(group: Any) -> tuple[Any, int, int]:
     if hasattr(group, "get_group"):
         if group.ndim != 1:
             raise InvalidArgument(f"group is a device mesh of {group.ndim} dimensions; {allowed}")
+        if group.get_coordinate() is None:
+            raise InvalidArgument(f"group is {group}, which rank {dist.get_rank()} is not in; {allowed}")
         group = group.get_group()
     elif group is not None and not isinstance(group, dist.ProcessGroup):
         raise InvalidArgument(f"group is {group!r}; {allowed}")

@@ -29,11 +29,13 @@ from saccade.exact.problem import (
     broadcast,
     by_window,
     check_packed,
+    check_whole,
     in_one_batch,
     mask_of_keys,
     with_key_mask,
 )
 from saccade.exact.replay import begin, record
+from saccade.exact.sdpa_mask import misread_on_a_cpu
 from saccade.exact.varlen.nested import attention_nested
 
 _PLACED = placed(AttentionCall)
@@ -175,14 +177,16 @@ def attention(
         # as plain numbers, which the signature holds; C++ replays no call with a window
         window = check_window(window)
         call = (*call[:_WINDOW], window, *call[_WINDOW + 1 :])
-    if key_mask is not None and not (isinstance(query, Tensor) and query.is_nested):
+    sharded = type(query) is not Tensor and is_dtensor(query)
+    # each rank combines its own parts of the masks
+    if key_mask is not None and not sharded and not (isinstance(query, Tensor) and query.is_nested):
         attn_mask, key_mask = with_key_mask(query, key, value, attn_mask, key_mask, is_causal, enable_gqa, window)
         if key_mask is None:
             return attention(**AttentionCall(*call)._replace(attn_mask=attn_mask, key_mask=None)._asdict())
     if is_causal_bias(attn_mask):
         attn_mask, is_causal = checked_unbiased(attn_mask, is_causal, query, key)
         return attention(**AttentionCall(*call)._replace(attn_mask=attn_mask, is_causal=is_causal)._asdict())
-    if type(query) is not Tensor and is_dtensor(query):
+    if sharded:
         return _attention_on_shards(call)
     if isinstance(query, Tensor) and query.is_nested:
         return attention_nested(*call)
@@ -194,6 +198,7 @@ def attention(
         and type(backend) is str
         and backend == "auto"
         and enable_gqa is False
+        and not misread_on_a_cpu(attn_mask, query)
     ):
         found = on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale, lengths)
         if found is not None:
@@ -355,12 +360,18 @@ def _attention_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:
                 f"query has shape {list(query.shape)}, {name} {list(x.shape)}; a DTensor query is not broadcast over batch or heads: "
                 "expand it"
             )
+    asked = AttentionCall(*call)
+    check_whole(query, key, value, asked.attn_mask, asked.lengths, asked.key_mask, asked.enable_gqa)
     shapes = (*query.shape[:3], value.shape[3]), query.shape[:3]
     return call_on_shards(attention, _PLACED, call, (BHTD, BHTD), shapes)
 
 
 def _packed_on_shards(call: tuple) -> Tensor | tuple[Tensor, Tensor]:
     """`attention_qkvpacked` of DTensors."""
-    batch, tokens, _, heads, dim = call[0].shape
+    qkv, asked = call[0], PackedCall(*call)
+    batch, tokens, _, heads, dim = qkv.shape
+    like = torch.empty((), device=qkv.device).expand(batch, heads, tokens, dim)
+    mask = None if is_causal_bias(asked.attn_mask) else asked.attn_mask
+    check_whole(like, like, like, mask, asked.lengths, None, False)
     shapes = (batch, tokens, heads, dim), (batch, heads, tokens)
     return call_on_shards(attention_qkvpacked, _PACKED_PLACED, call, (Dims(0, 2), BHTD), shapes)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from saccade.engine.arguments import check_flag, check_mask, check_tensors
-from saccade.engine.kinds import check_kinds_but_sharded
+from saccade.engine.arguments import check_flag, check_lengths, check_mask, check_shapes, check_tensors
+from saccade.engine.kinds import check_kinds, check_kinds_but_sharded
 from saccade.engine.problem import Problem, compiled_or_captured, describe, replayed_by_cpp, shape_of_mask
 from saccade.engine.window import Window, check_alone, check_window, restricting, shown_window
 from saccade.errors import InvalidArgument
@@ -72,10 +72,25 @@ def with_key_mask(
     Raises:
         InvalidArgument: key_mask is not bool `[*batch, Tk]`, or is given with an argument that excludes it.
     """
-    check_kinds_but_sharded(query=query, key=key, value=value, key_mask=key_mask)
+    check_kinds(query=query, key=key, value=value, key_mask=key_mask)
     check_tensors(query, key, value)
     if must_broadcast(query, key, value, enable_gqa):
         query, key, value = broadcast(query, key, value, enable_gqa)  # the masks have the shape of the result
+    _check_key_mask(query, key, key_mask)
+    if key_mask.device != query.device:
+        raise InvalidArgument(f"key_mask is on {key_mask.device}, query on {query.device}; they must be the same")
+    if check_flag("is_causal", is_causal) or is_causal_bias(attn_mask):
+        raise InvalidArgument("key_mask and is_causal=True are both given; put both into attn_mask, or give lengths")
+    if (window := check_window(window)) is not None:
+        raise InvalidArgument(f"key_mask and {shown_window(window)} are both given; put both into attn_mask")
+    check_kinds(attn_mask=attn_mask)
+    if check_mask(query, key, attn_mask, False, query.shape[-3]) == "bias":
+        return attn_mask, key_mask
+    rows = key_mask[..., None, None, :]
+    return (rows if attn_mask is None else attn_mask & rows), None
+
+
+def _check_key_mask(query: Tensor, key: Tensor, key_mask: Tensor) -> None:
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
         kind = f"has dtype {key_mask.dtype}" if isinstance(key_mask, Tensor) else f"is a {type(key_mask).__name__}"
         raise InvalidArgument(f"key_mask {kind}; it must be a bool torch.Tensor [B, Tk], True = visible, or None")
@@ -84,17 +99,24 @@ def with_key_mask(
     wanted = [*query.shape[:-3], key.shape[-2]]
     if list(key_mask.shape) != wanted:
         raise InvalidArgument(f"key_mask has shape {list(key_mask.shape)}; it must be {wanted} for query {list(query.shape)}")
-    if key_mask.device != query.device:
-        raise InvalidArgument(f"key_mask is on {key_mask.device}, query on {query.device}; they must be the same")
-    if check_flag("is_causal", is_causal) or is_causal_bias(attn_mask):
-        raise InvalidArgument("key_mask and is_causal=True are both given; put both into attn_mask, or give lengths")
-    if (window := check_window(window)) is not None:
-        raise InvalidArgument(f"key_mask and {shown_window(window)} are both given; put both into attn_mask")
-    check_kinds_but_sharded(attn_mask=attn_mask)
-    if check_mask(query, key, attn_mask, False, query.shape[-3]) == "bias":
-        return attn_mask, key_mask
-    rows = key_mask[..., None, None, :]
-    return (rows if attn_mask is None else attn_mask & rows), None
+
+
+def check_whole(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    lengths: Tensor | None,
+    key_mask: Tensor | None,
+    enable_gqa: bool,
+) -> None:
+    """Check the shapes of whole DTensors `[B, H, T, D]`, as a part may broadcast where the whole does not: one row of two beside two of four."""
+    if not must_broadcast(query, key, value, enable_gqa):
+        check_shapes(query, key, value, check_flag("enable_gqa", enable_gqa))
+    check_mask(query, key, attn_mask, False, query.shape[1])
+    check_lengths(query, lengths)
+    if key_mask is not None:
+        _check_key_mask(query, key, key_mask)
 
 
 def mask_of_keys(key_mask: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ def bias_for_torch(bias: Tensor, dtype: torch.dtype, device_type: str) -> Tensor
     with torch.no_grad():  # a gradient passes as through any rounding
         narrow.masked_fill_((narrow == float("-inf")) & (bias != float("-inf")), torch.finfo(dtype).min)
     return narrow
+
+
+def misread_on_a_cpu(bias: Any, query: Any) -> bool:
+    """Whether torch's CPU kernels would read the memory of a float32 bias as float64, as they do beside float64 queries (torch 2.13)."""
+    return getattr(bias, "dtype", None) is torch.float32 and getattr(query, "dtype", None) is torch.float64
 
 
 def mask_for_torch(mask: Tensor, dtype: torch.dtype) -> Tensor:

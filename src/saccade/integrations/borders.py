@@ -90,15 +90,25 @@ def numbers_of(ends: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(ends[1:].contiguous(), places, right=True)
 
 
+def ends_of_keys(query: Tensor, key: Tensor, ends_q: Tensor, ends_k: Tensor | None) -> Tensor:
+    """The ends of keys, by default those of queries.
+
+    Raises:
+        UnsupportedProblem: there are other numbers of queries and keys, and `ends_k` is None.
+    """
+    if ends_k is None and query.shape[2] != key.shape[2]:
+        raise UnsupportedProblem(
+            f"cu_seq_lens_q packs {query.shape[2]} queries, but there are {key.shape[2]} keys; pass cu_seq_lens_k for them"
+        )
+    return ends_q if ends_k is None else ends_k
+
+
 def _check_ends(query: Tensor, key: Tensor, ends_q: Tensor, ends_k: Tensor | None, causal: bool) -> None:
     if not query.shape[0] == key.shape[0] == 1:
         raise UnsupportedProblem(
             f"cu_seq_lens_q packs {ends_q.numel() - 1} sequences into a batch of {query.shape[0]} rows; packed sequences lie in one row"
         )
-    if ends_k is None and query.shape[2] != key.shape[2]:
-        raise UnsupportedProblem(
-            f"cu_seq_lens_q packs {query.shape[2]} queries, but there are {key.shape[2]} keys; pass cu_seq_lens_k for them"
-        )
+    ends_of_keys(query, key, ends_q, ends_k)
     if causal and ends_k is not None and ends_k is not ends_q and query.shape[2] != key.shape[2]:
         raise UnsupportedProblem(
             f"a causal layer packs {query.shape[2]} queries beside {key.shape[2]} keys and passes a bias or key padding; "

@@ -27,7 +27,7 @@ from saccade.exact.varlen.api import attend as attend_packed
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL
 from saccade.exact.varlen.backends import BACKENDS as VARLEN_BACKENDS
 from saccade.hardware import has_package
-from saccade.integrations.borders import bordered, by_positions
+from saccade.integrations.borders import bordered, by_positions, ends_of_keys
 from saccade.integrations.mask_forms import key_padding, visible_keys, with_bias
 from saccade.integrations.packed_mask import PackedMask, packed_mask
 from saccade.integrations.packed_qkv import packed_qkv
@@ -243,7 +243,7 @@ def attention_forward(
     causal = window is None and _is_causal(module, query, key, attention_mask, is_causal)
     if packed:
         assert cu_seq_lens_q is not None, "packed says so"
-        ends = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
+        ends = (cu_seq_lens_q, ends_of_keys(query, key, cu_seq_lens_q, cu_seq_lens_k))
         return _packed_attention(query, key, value, ends, longest, dropout, causal, scaling, backend, window), None
     if cu_seq_lens_q is not None and cu_seq_lens_q.numel() > 2:
         attention_mask, causal = bordered(attention_mask, query, key, cu_seq_lens_q, cu_seq_lens_k, causal), False

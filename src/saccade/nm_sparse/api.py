@@ -19,6 +19,7 @@ from saccade.nm_sparse.args import NMSparseArgs, NMSparseCall
 from saccade.nm_sparse.bits import keeps_selection
 from saccade.nm_sparse.op import NMSparse, forward
 from saccade.nm_sparse.prepared import prepare_nm_sparse
+from saccade.nm_sparse.problem import check_whole
 
 _PLACED = placed(NMSparseCall)
 
@@ -158,6 +159,7 @@ def nm_sparse_attention(
         return (found[0], found[1]) if return_lse else found[0]
     if type(query) is not Tensor and is_dtensor(query):
         check_tensors(query, key, value)
+        check_whole(query, key, value, attn_mask, lengths, block_mask, enable_gqa)
         shapes = (*query.shape[:3], value.shape[-1]), query.shape[:3]
         return call_on_shards(nm_sparse_attention, _PLACED, call, (BHTD, BHTD), shapes)
     given, call = call, cast(call)

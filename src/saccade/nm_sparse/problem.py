@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from saccade.engine.arguments import check_count
+from saccade.engine.arguments import check_count, check_flag, check_lengths, check_mask, check_shapes
 from saccade.engine.kinds import check_kinds
 from saccade.engine.problem import Problem, describe
 from saccade.errors import InvalidArgument
@@ -82,6 +82,7 @@ def describe_nm_sparse(
     )  # fmt: skip
     if query.dim() != 4:
         raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
+    check_kinds(block_mask=block_mask)
     _check_block_mask(query, key, block_mask)
     described = {name: getattr(dense, name) for name in _OF_DENSE}
     if lengths is not None and dense.mask != "bias":
@@ -132,10 +133,27 @@ def _whole_groups(name: str, given: int, group: int) -> int:
     return count
 
 
+def check_whole(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    lengths: Tensor | None,
+    block_mask: Tensor | None,
+    enable_gqa: bool,
+) -> None:
+    """Check the shapes of whole DTensors, as a part of a mask may broadcast where the whole does not: one row of two beside two of four."""
+    if query.dim() != 4:
+        raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
+    check_shapes(query, key, value, check_flag("enable_gqa", enable_gqa))
+    check_mask(query, key, attn_mask, False, query.shape[1])
+    check_lengths(query, lengths)
+    _check_block_mask(query, key, block_mask)
+
+
 def _check_block_mask(query: Tensor, key: Tensor, block_mask: Tensor | None) -> None:
     if block_mask is None:
         return
-    check_kinds(block_mask=block_mask)
     if not isinstance(block_mask, Tensor):
         raise InvalidArgument(f"block_mask is a {type(block_mask).__name__}; it must be a bool torch.Tensor or None")
     if block_mask.dtype != torch.bool:

@@ -48,15 +48,15 @@ def check_backend(backend: Any) -> None:
         raise InvalidArgument(f"backend is {shown(backend)}; it must be a str, 'auto' or the name of a backend")
 
 
-def check_heads(embed_dim: Any, num_heads: Any) -> None:
-    """Raise unless the heads divide the width."""
+def check_heads(embed_dim: Any, num_heads: Any, width: str = "embed_dim", heads: str = "num_heads") -> None:
+    """Raise unless the heads divide the width. width, heads: the names of both arguments."""
     whole = all(
         not isinstance(size, bool) and isinstance(size, numbers.Integral) and int(size) <= _MOST
         for size in (embed_dim, num_heads)
     )
     if not whole or num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
         raise InvalidArgument(
-            f"embed_dim is {shown(embed_dim)} and num_heads {shown(num_heads)}; embed_dim must be a positive multiple of num_heads, up to {_MOST}"
+            f"{width} is {shown(embed_dim)} and {heads} {shown(num_heads)}; {width} must be a positive multiple of {heads}, up to {_MOST}"
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from saccade.engine.arguments import check_flag, shown
 from saccade.errors import InvalidArgument
 from saccade.nn.attention import SelfAttention
-from saccade.nn.checks import check_epsilon, check_module, check_size, check_tokens
+from saccade.nn.checks import check_epsilon, check_heads, check_module, check_size, check_tokens
 from saccade.nn.module import Module
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
@@ -59,6 +59,7 @@ class EncoderLayer(Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_heads(d_model, nhead, "d_model", "nhead")
         self.self_attn = SelfAttention(d_model, nhead, dropout, bias, backend=backend, device=device, dtype=dtype)
         check_size("dim_feedforward", dim_feedforward)
         check_epsilon("layer_norm_eps", layer_norm_eps)
