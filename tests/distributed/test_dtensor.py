@@ -270,7 +270,7 @@ def test_placements_that_cannot_run_are_named(two):
 def _smaller(rank, ranks, device):
     """Calls that are refused with whole tensors, although each rank's parts would broadcast."""
     mesh = init_device_mesh(device.type, (ranks,))
-    query, packed, mask, few = data(device, (B, H, T, D), (B, T, 3, H, D), (ranks, 1, T, T), (B, ranks, T, T))
+    query, packed, mask, few, scores = data(device, (B, H, T, D), (B, T, 3, H, D), (ranks, 1, T, T), (B, ranks, T, T), (B, H, T))
     lengths, blocks = (
         torch.ones(B - 1, dtype=torch.int64, device=device),
         torch.ones(ranks, 1, 1, 1, dtype=torch.bool, device=device),
@@ -290,6 +290,12 @@ def _smaller(rank, ranks, device):
         "packed": lambda: saccade.attention_qkvpacked(*by(0, packed, mask)),
         "nm": lambda: saccade.nm_sparse_attention(*rows, *by(0, mask)),
         "nm, heads": lambda: saccade.nm_sparse_attention(*heads, *by(1, few)),
+        "dynamic, rows of lengths": lambda: saccade.dynamic_mask_attention(
+            *rows, *by(0, scores), keep=3, lengths=by(0, lengths)[0]
+        ),
+        "dynamic, heads of key": lambda: saccade.dynamic_mask_attention(
+            heads[0], *by(1, query[:, :3], query[:, :3], scores[:, :3]), keep=3, enable_gqa=True
+        ),
         "blocks": lambda: saccade.nm_sparse_attention(*rows, block_mask=by(0, blocks)[0]),
     }
     said = {}
@@ -308,6 +314,7 @@ def test_errors_are_about_whole_tensors(two):
         "heads of mask": "attn_mask has shape [4, 2, 12, 12]", "rows of lengths": "lengths has shape [3]",
         "rows of key_mask": "key_mask has shape [2, 12]; it must be [4, 12]", "packed": "attn_mask has shape [2, 1, 12, 12]",
         "nm": "attn_mask has shape [2, 1, 12, 12]", "nm, heads": "attn_mask has shape [4, 2, 12, 12]",
+        "dynamic, rows of lengths": "lengths has shape [3]", "dynamic, heads of key": "4 query heads are no multiple of 3 key heads",
         "blocks": "block_mask has shape [2, 1, 1, 1]",
     }  # fmt: skip
     for said in two(_smaller):

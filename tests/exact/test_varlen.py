@@ -739,3 +739,16 @@ def test_torch_is_not_asked_for_a_batch_without_a_query_or_a_key(q, k):
     problem = describe_varlen(query, key, key, *ends, q, k, 0.0, FULL, None, False, None, False, True, False)
     reasons = by_torch._why_not_flash(replace(problem, device_type="cuda", arch=90))
     assert reasons == [f"torch's packed attention needs a sequence that is not empty, got max_seqlen_q={q} and max_seqlen_k={k}"]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (2, 2)}, {"is_causal": True}], ids=str)
+def test_no_heads(options):
+    """As a rank has none where DTensors have fewer heads than there are ranks."""
+    empty, ends = (
+        torch.randn(20, 0, 8, device=DEVICE, requires_grad=True),
+        torch.tensor([0, 5, 20], dtype=torch.int32, device=DEVICE),
+    )
+    out = saccade.attention_varlen(empty, empty, empty, ends, ends, 15, 15, **options)
+    assert out.shape == empty.shape
+    (gradient,) = torch.autograd.grad(out.sum(), empty)
+    assert gradient.shape == empty.shape

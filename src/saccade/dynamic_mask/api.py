@@ -13,7 +13,7 @@ from saccade.dynamic_mask.decode.entries import real_of
 from saccade.dynamic_mask.documents import check_one_row, documents_of
 from saccade.dynamic_mask.gradient import CausalDynamicMask, CausalOptions, DynamicMask
 from saccade.dynamic_mask.prepared import prepare_dynamic_mask
-from saccade.dynamic_mask.problem import DynamicMaskProblem, check_always, check_selection, check_selection_values
+from saccade.dynamic_mask.problem import DynamicMaskProblem, check_always, check_selection, check_selection_values, check_whole
 from saccade.engine.arguments import check_flag, check_keep, check_tensors, untraced
 from saccade.engine.calls import autocast, uncast, values_known
 from saccade.engine.first_order import applied
@@ -201,6 +201,7 @@ def _on_shards(query, key, value, key_scores, lengths, document_ids, cu_seqlens,
     check_tensors(query, key, value)
     if cu_seqlens is not None:
         check_one_row(key_scores)  # the global batch: each rank may hold one of several rows
+    check_whole(query, key, value, key_scores, lengths, document_ids, options["enable_gqa"])
     tensors = {"query": (query, BHTD), "key": (key, BHTD), "value": (value, BHTD), "key_scores": (key_scores, BHTD)}
     tensors |= {"lengths": (lengths, BATCH), "document_ids": (document_ids, BATCH), "cu_seqlens": (cu_seqlens, NEITHER)}
     return on_shards(

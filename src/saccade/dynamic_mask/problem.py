@@ -82,14 +82,12 @@ def describe_dynamic_mask(
     """Check the arguments of `dynamic_mask_attention` (except the values of tensors) and describe the call."""
     check_kinds(query=query, key=key, value=value)
     check_tensors(query, key, value)
-    if query.dim() != 4:
-        raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
+    _check_rank(query)
     is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
     add_scores = check_flag("add_scores", add_scores)
     heads, kv_heads = check_shapes(query, key, value, enable_gqa)
     check_kinds(key_scores=key_scores)
-    if isinstance(key_scores, Tensor) and tuple(key_scores.shape) != tuple(key.shape[:3]):
-        raise InvalidArgument(f"key_scores has shape {list(key_scores.shape)}; it must be [B, Hkv, Tk] = {list(key.shape[:3])}")
+    _check_scores_of(key_scores, key)
     check_selection(key_scores, keep, lengths, document_ids)
     if key_scores.device != query.device:
         raise InvalidArgument(f"key_scores is on {key_scores.device}, query on {query.device}; they must be the same")
@@ -123,6 +121,33 @@ def describe_dynamic_mask(
     )
 
 
+def check_whole(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor,
+    lengths: Tensor | None,
+    document_ids: Tensor | None,
+    enable_gqa: bool,
+) -> None:
+    """Check the shapes of whole DTensors: parts of one rank may fit each other where the whole does not, and ranks must refuse a call together."""
+    _check_rank(query)
+    check_shapes(query, key, value, check_flag("enable_gqa", enable_gqa))
+    _check_scores_of(key_scores, key)
+    _check_scores(key_scores)
+    _check_rows(key_scores, lengths, document_ids)
+
+
+def _check_rank(query: Tensor) -> None:
+    if query.dim() != 4:
+        raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
+
+
+def _check_scores_of(key_scores: Tensor, key: Tensor) -> None:
+    if isinstance(key_scores, Tensor) and tuple(key_scores.shape) != tuple(key.shape[:3]):
+        raise InvalidArgument(f"key_scores has shape {list(key_scores.shape)}; it must be [B, Hkv, Tk] = {list(key.shape[:3])}")
+
+
 def check_always(sinks: int, window: int, is_causal: bool, kv_len: int) -> tuple[int, int]:
     """The numbers of keys that are always kept, each at most `kv_len`: more keep every key too, and might not fit an int64."""
     sinks, window = (min(check_count(name, n, 0), max(kv_len, 1)) for name, n in (("sinks", sinks), ("window", window)))
@@ -134,13 +159,21 @@ def check_always(sinks: int, window: int, is_causal: bool, kv_len: int) -> tuple
 def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, document_ids: Tensor | None) -> None:
     """Check the arguments that decide which keys are kept, except the values of tensors."""
     check_kinds(key_scores=key_scores, lengths=lengths, document_ids=document_ids)
+    _check_scores(key_scores)
+    check_keep(keep)
+    _check_rows(key_scores, lengths, document_ids)
+
+
+def _check_scores(key_scores: Tensor) -> None:
     if not isinstance(key_scores, Tensor):
         raise InvalidArgument(f"key_scores is a {type(key_scores).__name__}; it must be a torch.Tensor of shape [B, Hkv, Tk]")
     if key_scores.dim() != 3:
         raise InvalidArgument(f"key_scores has shape {list(key_scores.shape)}; it must be [B, Hkv, Tk]")
     if key_scores.dtype not in FLOATING:
         raise InvalidArgument(f"key_scores has dtype {key_scores.dtype}; it must be floating point (it is ranked in float32)")
-    check_keep(keep)
+
+
+def _check_rows(key_scores: Tensor, lengths: Tensor | None, document_ids: Tensor | None) -> None:
     batch, _, kv_len = key_scores.shape
     if lengths is not None:
         check_lengths(key_scores, lengths, "key_scores", rank=3)

@@ -174,7 +174,7 @@ _MOST_SCORES, _MOST_PROBLEMS = 2**24, 2**16 - 1
 def _calls(groups: Groups, heads: int) -> Iterator[tuple[int, int, int]]:
     """(queries, keys, sequences) of each call."""
     for q_len, k_len, count in groups.sizes:
-        most = max(1, min(_MOST_SCORES // (q_len * k_len), _MOST_PROBLEMS) // heads)
+        most = max(1, min(_MOST_SCORES // (q_len * k_len), _MOST_PROBLEMS) // max(1, heads))
         for first in range(0, count, most):
             yield q_len, k_len, min(most, count - first)
 
