@@ -10,6 +10,7 @@ left and the errors against dense attention and against the blocks alone, and dr
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pattern", default="2:4")
     parser.add_argument("--out", type=Path, default=Path("out"))
     given = parser.parse_args(arguments)
+    if not re.fullmatch("[0-9]+:[0-9]+", given.pattern):
+        parser.error(f"--pattern is {given.pattern!r}; it must be N:M, as 2:4")
     if given.length < 1:
         parser.error(f"--length is {given.length}; it must be positive")
     try:

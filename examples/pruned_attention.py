@@ -13,6 +13,7 @@ The scores are those of random queries and keys with a little locality; a model'
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -106,6 +107,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--out", type=Path, default=Path("out"))
     given = parser.parse_args(arguments)
+    if not (given.sigma > 0 and math.isfinite(given.sigma)):
+        parser.error(f"--sigma is {given.sigma}; it must be positive, and a finite number")
     if given.length < 2:
         parser.error(f"--length is {given.length}; it must be at least 2")
     try:

@@ -599,3 +599,10 @@ def test_autocast_casts_query_key_and_value_alone():
         with torch.autocast(DEVICE, torch.bfloat16):
             out = found.attend(*rows[:2], rows[2].bfloat16(), scores[:, :, part])
         assert torch.equal(out, expected.attend(*(x.bfloat16() for x in rows), scores[:, :, part]))
+
+
+@pytest.mark.parametrize("commit", [True, False])
+def test_an_unknown_backend_lists_the_known(commit):
+    cache = saccade.DynamicMaskCache(4)
+    with pytest.raises(saccade.InvalidArgument, match=r"^backend is 'x'; allowed are 'auto', 'decode', 'gather', "):
+        cache.attend(*history(3), enable_gqa=True, backend="x", commit=commit)

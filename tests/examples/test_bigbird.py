@@ -52,3 +52,10 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         bigbird.main(["--out", str(tmp_path / "file")])
     assert "where no folder can be made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pattern", ["x", "2:", "2:4:8", ""])
+def test_what_is_no_pattern(pattern, capsys):
+    with pytest.raises(SystemExit):
+        bigbird.main(["--pattern", pattern])
+    assert f"--pattern is {pattern!r}; it must be N:M, as 2:4" in capsys.readouterr().err

@@ -50,3 +50,10 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         pruned_attention.main(["--out", str(tmp_path / "file")])
     assert "where no folder can be made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sigma", ["nan", "inf", "0", "-1"])
+def test_what_is_no_sigma(sigma, capsys):
+    with pytest.raises(SystemExit):
+        pruned_attention.main([f"--sigma={sigma}"])
+    assert f"--sigma is {float(sigma)}; it must be positive, and a finite number" in capsys.readouterr().err

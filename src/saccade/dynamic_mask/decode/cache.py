@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.dynamic_mask.api import dynamic_mask_attention
 from saccade.dynamic_mask.args import Places
-from saccade.dynamic_mask.backends import DECODING
+from saccade.dynamic_mask.backends import BACKENDS, DECODING
 from saccade.dynamic_mask.decode.entries import Entries, accepted_of, none_of, real_of, rolled
 from saccade.dynamic_mask.problem import DynamicMaskProblem, check_selection_values, describe_dynamic_mask
 from saccade.engine.arguments import check_choice, check_count, check_flag, check_keep, check_lengths
@@ -24,6 +24,8 @@ from saccade.engine.lengths import checked_lengths
 from saccade.engine.switch import is_disabled
 from saccade.engine.tracing import eager, load
 from saccade.errors import InvalidArgument, UnsupportedProblem
+
+_NAMES = ("auto", *[backend.name for backend in (*DECODING, *BACKENDS)])
 
 
 class DynamicMaskCache:
@@ -139,6 +141,7 @@ class DynamicMaskCache:
                 "train with saccade.dynamic_mask_attention over whole sequences"
             )
         check_choice("padding_side", padding_side, ("right", "left"))
+        check_choice("backend", backend, _NAMES)
         query, key, value = autocast(query, key, value)
         self._waiting = None
         if padding_side == "left" and lengths is not None:
