@@ -115,7 +115,8 @@ def test_the_baseline_has_every_feature():
         for name, forms in baseline_of(case, inputs, 0, True, IN_PIECES).outputs.items():
             hidden = oracle[name].isinf()
             errors, exact = (x.masked_fill(hidden, 0.0).square().mean().sqrt() for x in (forms - oracle[name], oracle[name]))
-            assert errors <= 1e-6 * max(exact, 1.0), (case, name)
+            # 1.0e-6 on some processors for the gradient of a single key, which is 0; a missing feature is off by 0.01 and more
+            assert errors <= 1e-5 * max(exact, 1.0), (case, name)
 
 
 def test_a_baseline_has_the_forms_of_its_roundings_alone():
