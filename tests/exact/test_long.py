@@ -454,7 +454,7 @@ def test_what_it_declines(monkeypatch, changes, said):
     assert re.search(said, reason), reason
 
 
-def test_windows_are_taken_by_name_alone(monkeypatch):
+def test_windows_are_taken_by_name_or_before_the_reference(monkeypatch):
     windowed = problem_of(monkeypatch, window=(64, 64), q_len=4096, kv_len=4100)
     assert LONG.why_not(windowed) == []
     assert LONG.by_name_only(windowed) == "its windows are not timed on dense rows"

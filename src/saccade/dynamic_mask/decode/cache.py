@@ -141,7 +141,6 @@ class DynamicMaskCache:
                 "train with saccade.dynamic_mask_attention over whole sequences"
             )
         check_choice("padding_side", padding_side, ("right", "left"))
-        check_choice("backend", backend, _NAMES)
         query, key, value = autocast(query, key, value)
         self._waiting = None
         if padding_side == "left" and lengths is not None:
@@ -155,7 +154,7 @@ class DynamicMaskCache:
         decode = None
         if check_flag("commit", commit):
             decode = self._decoder(query, key, value, key_scores, lengths, scale, enable_gqa, add_scores, backend)
-        elif isinstance(backend, str) and backend in [candidate.name for candidate in DECODING]:
+        elif check_choice("backend", backend, _NAMES) in [candidate.name for candidate in DECODING]:
             raise UnsupportedProblem(f"backend {backend!r} changes the cache in place, so it takes no commit=False")
         else:
             self._check(query, key, value, key_scores, lengths)
@@ -298,13 +297,13 @@ class DynamicMaskCache:
     @staticmethod
     def _choose(problem: DynamicMaskProblem, backend: str, plain: bool) -> Backend | None:
         (candidate,) = DECODING
-        if isinstance(backend, str) and backend == candidate.name:
+        if check_choice("backend", backend, _NAMES) == candidate.name:
             if not plain:
                 raise UnsupportedProblem(
                     f"backend {backend!r} changes memory in place: no torch.compile, fake tensors, or transforms"
                 )
             return choose(DECODING, problem, backend).backend
-        wanted = isinstance(backend, str) and backend == "auto" and plain and candidate.prefers(problem)
+        wanted = backend == "auto" and plain and candidate.prefers(problem)
         return candidate if wanted and not why_not(candidate, problem) else None
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> None:
