@@ -1,8 +1,10 @@
-"""Attentions that tables of encoders register beside ours: none at all, to see what share of the time attention takes, and the peer
+"""Attentions that tables of encoders register beside ours: none at all, to see what share of the time attention takes, and the peers
 for batches without padding."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from saccade.hardware import has_package
 from saccade.integrations.transformers import register
 
-NOTHING, PACKED_PEER = "bench_nothing", "bench_packed"
+NOTHING, VARLEN_PEER, FA4_PEER = "bench_nothing", "bench_varlen", "bench_fa4"
 
 
 class _Nothing(torch.autograd.Function):
@@ -32,11 +34,10 @@ def _nothing(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tenso
     return _Nothing.apply(query, key, value), None
 
 
-def _packed_peer(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, cu_seq_lens_q: Tensor, max_length_q: int,
-    sliding_window: int | None = None, **kwargs: Any
+def _packed(
+    function: Callable[..., Tensor], module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *,
+    cu_seq_lens_q: Tensor, max_length_q: int, sliding_window: int | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:  # fmt: skip
-    function = fa4_packed if has_package("flash_attn") else torch_packed
     tokens = (x[0].transpose(0, 1) for x in (query, key, value))
     # ModernBERT hands over one more than the keys on each side
     options = {} if sliding_window is None else {"window": (sliding_window - 1, sliding_window - 1)}
@@ -53,17 +54,18 @@ def _mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | No
 
 
 def register_all() -> None:
-    """Make "saccade" and the two names above known to transformers."""
+    """Make "saccade" and the names above known to transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     register()
-    for name, function in ((NOTHING, _nothing), (PACKED_PEER, _packed_peer)):
+    packed = {VARLEN_PEER: torch_packed, FA4_PEER: fa4_packed}
+    for name, function in {NOTHING: _nothing, **{name: functools.partial(_packed, f) for name, f in packed.items()}}.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, _mask)
 
 
-def peer_name(device: str) -> str | None:
-    """The name of the peer's rows; None where it does not run."""
+def peer_names(device: str) -> dict[str, str]:
+    """The name of each peer's rows that runs here, and of its attention."""
     if device != "cuda":
-        return None
-    return "fa4_unpadded" if has_package("flash_attn") else "varlen_unpadded"
+        return {}
+    return {"varlen_unpadded": VARLEN_PEER} | ({"fa4_unpadded": FA4_PEER} if has_package("flash_attn") else {})

@@ -13,7 +13,7 @@ from rows import Row, Writer
 from torch import Tensor, nn
 
 from saccade.hardware import has_package
-from saccade.testing.timing import throughput_in_turns
+from saccade.testing.timing import kernel_time, throughput_in_turns
 
 BATCH, SIZE, MODEL = 64, 224, "swin_tiny_patch4_window7_224"
 SWIN = f"Swin-T B={BATCH} size={SIZE}"
@@ -64,7 +64,9 @@ def measure_swin(writer: Writer, repeat_ms: int, rounds: int, device: str, dtype
     for name, backend in ((best, "stock"), ("saccade", "saccade")):
         if not writer.part.has(backend):
             continue
-        note = f"{1e3 * BATCH / times[name].p50:.0f} items/s" + (f"; timm's attention {best}" if backend == "stock" else "")
+        busy = kernel_time(calls[name], device)
+        note = f"{1e3 * BATCH / times[name].p50:.0f} items/s" + (f"; kernels {busy:.4g} ms" if busy else "")
+        note += f"; timm's attention {best}" if backend == "stock" else ""
         row = Row(
             "models",
             f"Swin-T B={BATCH} size={size}",

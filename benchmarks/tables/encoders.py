@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from encoder_attention import PACKED_PEER, register_all
+from encoder_attention import VARLEN_PEER, register_all
 from encoder_captured import Captured, Padded, captured_forward, captured_step
 from encoder_compiled import OF_SHAPES, WAYS, fastest
 from encoder_images import IMAGES, Images
@@ -253,7 +253,7 @@ def _forward_calls(
         if name == "stock_captured":
             embeds[name] = captured_forward(lambda batch, model=model: model(batch)["sentence_embedding"], DEVICE)
         else:
-            model[0].auto_model.set_attn_implementation(PACKED_PEER)
+            model[0].auto_model.set_attn_implementation(VARLEN_PEER)
             embeds[name] = lambda batch, model=model: _embedded(case, model[0].auto_model, *_as_packed(case, batch))
             if name == "varlen_captured":
                 embeds[name] = _captured_packed(case, model[0].auto_model)

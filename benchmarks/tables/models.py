@@ -3,8 +3,8 @@ images; forward, and steps of training with fused AdamW and dropout as configure
 Encoders of text after `saccade.optimize` are the table `encoders`.
 
 `stock` is transformers with attn_implementation="sdpa", padded; `saccade` the same batches with "saccade"; `saccade_unpadded` the real
-tokens of a batch in one row, told apart by cu_seq_lens_*, which is one line for a collator; `varlen_unpadded` or `fa4_unpadded` the
-same through torch's varlen_attn, or FlashAttention-4 where it is installed, neither of which has dropout. `saccade_cls_only` computes
+tokens of a batch in one row, told apart by cu_seq_lens_*, which is one line for a collator; `varlen_unpadded` and `fa4_unpadded` the
+same through torch's varlen_attn and, if it is installed, FlashAttention-4, neither of which has dropout. `saccade_cls_only` computes
 the pooled token alone in the last layer. All are bf16, weights too, which is the fastest setting of each.
 
 Weights are random, in the real configurations: no weights are downloaded, and times do not depend on them. Text is Python's own
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from encoder_attention import NOTHING, PACKED_PEER, peer_name, register_all
+from encoder_attention import NOTHING, peer_names, register_all
 from encoder_check import Variant, over_budget
 from encoder_text import passages
 from encoders import (
@@ -187,8 +187,8 @@ def _variants(case: Case, encoder: Encoder) -> tuple[dict[str, Variant], float |
     if case.architecture.packs:
         found |= {"saccade_unpadded": Variant(ours if case.direction == "fwd" else encoder.under("saccade"), True)}
         found[f"{NOTHING}_packed"] = Variant(bare if case.direction == "fwd" else encoder.under(NOTHING), True)
-        if case.direction == "fwd" and (peer := peer_name(DEVICE)):
-            found[peer] = Variant(encoder.under(PACKED_PEER), True)
+        if case.direction == "fwd":
+            found |= {rows: Variant(encoder.under(attention), True) for rows, attention in peer_names(DEVICE).items()}
     return found, None
 
 

@@ -135,21 +135,24 @@ def test_nan_is_no_agreement(table, load, monkeypatch, tmp_path):
         table.run(writer_of(tmp_path / "models.csv", "SigLIP-B/16"), 1)
 
 
-def test_the_peer_without_padding(load, monkeypatch):
+def test_the_peers_without_padding(load, monkeypatch):
     """Through our packed attention, since torch's needs a GPU: the layout is what is tested."""
     import saccade
 
     attention, check, encoders = load("encoder_attention"), load("encoder_check"), load("encoders")
+    for name in ("torch_packed", "fa4_packed"):
+        monkeypatch.setattr(attention, name, saccade.attention_varlen)
     attention.register_all()
-    monkeypatch.setattr(attention, "has_package", lambda name: False)
-    monkeypatch.setattr(attention, "torch_packed", saccade.attention_varlen)
-    assert attention.peer_name("cpu") is None
-    assert attention.peer_name("cuda") == "varlen_unpadded"
+    assert attention.peer_names("cpu") == {}
+    for found, names in ((False, {"varlen_unpadded"}), (True, {"varlen_unpadded", "fa4_unpadded"})):
+        monkeypatch.setattr(attention, "has_package", lambda name, found=found: found)
+        assert set(attention.peer_names("cuda")) == names
     text = load("encoder_text")
     batch = encoders.text_batch(text.passages([12, 30, 5, 21, 8]), "cpu")
     stock = replace(encoders.MINILM, sizes={**encoders.MINILM.sizes, **TINY}).make("cpu", torch.float32)
-    others = {"peer": check.Variant(stock.under(attention.PACKED_PEER), True)}
-    assert check.over_budget(check.Variant(stock), others, [batch], gradients=False)["peer"] < 1
+    others = {rows: check.Variant(stock.under(name), True) for rows, name in attention.peer_names("cuda").items()}
+    errors = check.over_budget(check.Variant(stock), others, [batch], gradients=False)
+    assert all(errors[name] < 1 for name in others)
     without = {"nothing": check.Variant(stock.under(attention.NOTHING), True)}
     with pytest.raises(check.Disagreement, match="nothing differs"):
         check.over_budget(check.Variant(stock), without, [batch], gradients=False)
