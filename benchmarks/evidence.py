@@ -366,11 +366,11 @@ def figures() -> dict[str, list[str]]:
         "h100/short_full.csv": [
             *short("h100/short_full"),
             *at_64(),
-            *published("short_full", "seq_len"),
+            *published("short_full", "seq_len", 11),
             *short("h100/short_full", packed=True),
             *listing(),
         ],
-        "h100/short_pooling.csv": [*short("h100/short_pooling"), *published("short_pooling", "kv_len")],
+        "h100/short_pooling.csv": [*short("h100/short_pooling"), *published("short_pooling", "kv_len", 12)],
         "predictions/volta.csv": predictions(),
         "predictions/volta_peer_rows.csv": predicted_peer(),
         "predictions/volta_encoder.csv": predicted_encoder(),

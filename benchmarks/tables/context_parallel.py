@@ -1,6 +1,6 @@
 """Dynamic masks over a sequence that several GPUs share, against the same call on one of them: forward, backward and both.
 
-    python benchmarks/run.py context_parallel --out benchmarks/results/h100x4
+    python benchmarks/run.py context_parallel --out benchmarks/results/h200x2
 
 Backends: `gpus_P` is `saccade.distributed.dynamic_mask_attention` with 1 / P of the sequence on each of P GPUs, for each P of 1, 2, 4
 and 8 that the machine has; `ring` is torch's ring attention over the most of them, dense, with the key heads expanded as it needs,

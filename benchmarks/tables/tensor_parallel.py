@@ -1,6 +1,6 @@
 """A transformer block whose heads several GPUs share (tensor parallelism), with torch's attention and with ours.
 
-    python benchmarks/run.py tensor_parallel --out benchmarks/results/h100x4
+    python benchmarks/run.py tensor_parallel --out benchmarks/results/h200x2
 
 It runs on each number of GPUs of 1, 2, 4 and 8 that the machine has, `P` in the name of a problem.
 

@@ -54,6 +54,7 @@ OPT_OUTS: dict[str, dict[str, OptOut]] = {
     "exact/test_sdpa.py::TestSdpaWithLse": {
         "has_lse": OptOut(True, "our wrapper returns it"),
         "slack": OptOut(1.0, "backward is ours"),
+        "test_more_problems_than_65535": OptOut(None, "it needs a GPU, on which torch's function gives no log-sum-exp"),
     },
     "exact/test_volta.py::TestVolta": {
         "large_bytes": OptOut(75e9, "its backward sums dQ in float32, which takes more memory"),

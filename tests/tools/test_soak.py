@@ -883,8 +883,11 @@ def test_a_refused_part_of_a_stack_loses_no_other(monkeypatch):
 @pytest.mark.gpu
 def test_cases_of_a_gpu():
     # in processes of its own: after a capture that failed, torch's random numbers are of no use to the tests that follow
-    found = json.loads(CliRunner().invoke(app, ["--device", "cuda", "--count", "200", "--processes", "2", "--json"]).stdout)
+    result = CliRunner().invoke(app, ["--device", "cuda", "--count", "200", "--processes", "2", "--json"], catch_exceptions=False)
+    assert result.stdout, result.stderr
+    found = json.loads(result.stdout)
     assert found["failures"] == []
+    assert found["ok"]
 
 
 def test_the_process_is_left_as_it_was():
