@@ -12,6 +12,7 @@ from saccade import native
 from saccade.engine import prepare
 from saccade.engine.switch import is_disabled
 from saccade.native.recording import Recorder
+from saccade.recorder import ACTIVE
 
 # keys of calls that C++ cannot replay
 _REFUSED: set[tuple] = set()
@@ -21,7 +22,7 @@ class OpReplay(NamedTuple):
     """How C++ looks up the calls of an op, and how a call is described to it.
 
     call: the arguments of the op -> the call as C++ takes it, or None if C++ never replays such a call. layouts: of the results of a call, from which
-    C++ allocates those of another.
+    C++ allocates those of another: a tensor laid out like the result, or (such a tensor,) if the result begins as zeros.
     """
 
     call: Callable[[tuple], tuple | None]
@@ -31,6 +32,19 @@ class OpReplay(NamedTuple):
 def same_layouts(results: tuple[Tensor, ...]) -> list:
     """Results of a call that differs from this one only in its data."""
     return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in results]
+
+
+def made(
+    layouts: Callable[[tuple[Tensor, ...]], list], call: tuple | None, query: Tensor, make: Callable[[], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """The results of an op, from C++ if it knows the call, else by `make`, whose launches C++ then learns. Python makes the ops of a call that is
+    recorded itself: its recorder has to be told of their launches."""
+    if call is None or ACTIVE.recorder is not None:
+        return make()
+    found = replayed(call)
+    if found is not None:
+        return found
+    return recorded(layouts, call, make) if may_record(call, query) else make()
 
 
 def replayed(call: tuple | None) -> tuple[Tensor, ...] | None:

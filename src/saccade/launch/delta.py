@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.launch.triton import launch, pow2
+from saccade.recorder import ACTIVE
 
 # queries of a program: 64 x 256 values of dout and of out would not fit the registers of four warps
 _ROWS = 32
@@ -17,6 +18,8 @@ def delta_of(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     """rowsum(dout * out) - dlse, float32 `[B, H, Tq]`."""
     batch, heads, q_len, head_dim = out.shape
     delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
+    if ACTIVE.recorder is not None:
+        ACTIVE.recorder.note_scratch(delta, 0)
     tensors = (dout, out, delta if dlse is None else dlse.contiguous(), delta)
     numbers = (dout.stride()[:3], out.stride()[:3], heads, q_len, head_dim, _ROWS, max(16, pow2(head_dim)), dlse is not None)
     launch(_delta_kernel, batch * heads * -(-q_len // _ROWS), tensors, numbers)

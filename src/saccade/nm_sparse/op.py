@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.engine import op_replay
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.flops import backward_flops, pairs_of
 from saccade.engine.gradient import function
@@ -21,10 +22,12 @@ from saccade.engine.layout import empty_like_heads
 from saccade.engine.namespace import fragment
 from saccade.engine.record import Fields
 from saccade.engine.tracing import eager, register
+from saccade.hardware import allows_tf32
 from saccade.nm_sparse.args import NMSparseArgs, NMSparseLaunchers
 from saccade.nm_sparse.backends import BACKENDS
 from saccade.nm_sparse.bits import words_of
 from saccade.nm_sparse.flops import kept_pairs
+from saccade.nm_sparse.order import adds_in_order
 from saccade.nm_sparse.reference_launchers import REFERENCE_LAUNCHERS
 
 _FIELDS = Fields(NMSparseArgs)
@@ -71,15 +74,37 @@ launchers = Alternatives("nm_sparse_attention", BACKENDS, ("masked", "reference"
 
 def _forward(*call):
     (stores, backend), args = call[_DENSE_AT : _DENSE_AT + 2], _arguments(call)
-    return launchers(backend).forward(args, stores)
+    known = _as_cpp_takes_it(args, *args[:7], "forward", stores, backend)
+    return op_replay.made(_layouts, known, args.query, lambda: launchers(backend).forward(args, stores))
 
 
 def _backward(dout, dlse, out, lse, kept, *call):
-    bias_grad, backend = call[_DENSE_AT : _DENSE_AT + 2]
+    (bias_grad, backend), args = call[_DENSE_AT : _DENSE_AT + 2], _arguments(call)
     chosen_by_auto = ":" in backend
-    found = launchers(f"auto:{GRADIENTS}" if chosen_by_auto else GRADIENTS)
-    dq, dk, dv, dbias = found.backward(_arguments(call), dout, dlse, out, lse, kept, bias_grad=bias_grad)
-    return dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
+
+    def make() -> tuple[Tensor, ...]:
+        found = launchers(f"auto:{GRADIENTS}" if chosen_by_auto else GRADIENTS)
+        dq, dk, dv, dbias = found.backward(args, dout, dlse, out, lse, kept, bias_grad=bias_grad)
+        return dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
+
+    known = _as_cpp_takes_it(args, dout, dlse, out, lse, kept, *args[:7], "backward", adds_in_order(), chosen_by_auto)
+    return op_replay.made(op_replay.same_layouts, known, args.query, make)
+
+
+def _as_cpp_takes_it(args: NMSparseArgs, *given: Any) -> tuple | None:
+    """A call of an op by which C++ looks it up. None with a mask or bias, of which torch makes tensors of the call's own. given: the tensors of the
+    op, and what its launches depend on beside them and the numbers of `args`."""
+    if args.mask is not None or args.bias is not None:
+        return None
+    tf32 = args.query.dtype is torch.float32 and allows_tf32()
+    pattern, dense = f"{args.pattern_n}:{args.pattern_m}", (float(args.dense_first), float(args.dense_recent))
+    return (*given, pattern, *dense, args.dropout_p, args.is_causal, args.scale, tf32)
+
+
+def _layouts(results: tuple[Tensor, ...]) -> list:
+    """Layouts of the results of forward. The selection begins as zeros: no kernel visits tiles that a query does not see."""
+    out, lse, kept = op_replay.same_layouts(results)
+    return [out, lse, (kept,) if kept.numel() else kept]
 
 
 def _arguments(call: tuple) -> NMSparseArgs:

@@ -23,9 +23,11 @@ struct Layout {
     std::vector<int64_t> sizes;  // of a result of a ragged op -2 - i for number i of the call
     std::vector<int64_t> strides;  // empty for a ragged op's, which are contiguous
     at::ScalarType dtype;
+    bool zeros = false;  // launches leave numbers of it as they are
 
     Tensor allocate(const at::Device& device) const {
-        return at::empty_strided(sizes, strides, at::TensorOptions().dtype(dtype).device(device));
+        Tensor made = at::empty_strided(sizes, strides, at::TensorOptions().dtype(dtype).device(device));
+        return zeros ? made.zero_() : made;
     }
     // with another number of tokens, the first size
     Tensor allocate(int64_t tokens, const at::Device& device) const {

@@ -31,9 +31,15 @@ Layout layout_of(PyObject* tensor) {
     return {given.sizes().vec(), given.strides().vec(), given.scalar_type()};
 }
 
-// The layout of an op's result, described by a tensor laid out like it, or by (a tensor of its dtype, the sizes of a contiguous one).
+// The layout of an op's result, described by a tensor laid out like it, by (such a tensor,) if the result begins as zeros, or by (a tensor of its
+// dtype, the sizes of a contiguous one).
 Layout result_of(PyObject* described) {
     if (!PyTuple_Check(described)) return layout_of(described);
+    if (PyTuple_GET_SIZE(described) == 1) {
+        Layout found = layout_of(PyTuple_GET_ITEM(described, 0));
+        found.zeros = true;
+        return found;
+    }
     TORCH_CHECK(PyTuple_GET_SIZE(described) == 2, "a ragged result has two parts");
     return {numbers(PyTuple_GET_ITEM(described, 1)), {}, tensor_of(PyTuple_GET_ITEM(described, 0)).scalar_type()};
 }
