@@ -179,6 +179,7 @@ def calls(monkeypatch):
     build = Build()
     module = build.wait()
     assert module is not None, build.refusal
+    assert module.has_driver()
     memory = module.Memory()
     monkeypatch.setattr(native, "calls", memory)
     prepare.forget()
