@@ -18,6 +18,7 @@ from saccade.launch.cuda import CudaLaunch
 from saccade.native.build import Build
 from saccade.nm_sparse import op
 from saccade.nm_sparse.backward_sm90 import launchers as of_backward
+from saccade.nm_sparse.backward_sm90 import one_pass
 from saccade.nm_sparse.fused import launchers as of_forward
 from saccade.nvrtc import tensor_map
 from saccade.recorder import ACTIVE
@@ -195,6 +196,8 @@ def calls(monkeypatch):
 def test_on_a_gpu(tokens, dim, kv_heads, kind, backend, calls, monkeypatch):
     """Steps from C++ have the bits of Python's, whatever the memory of their results held before."""
     options, tiles = dict(OPTIONS[kind]), -(-tokens // 64)
+    # torch makes the transpose of blocks, and the zeros with which one pass over long causal rows begins
+    with_torch = kind == "blocks" or (options.get("is_causal") and tokens >= one_pass.FEW)
     if kind == "blocks":
         options["block_mask"] = torch.rand(1, 4, tiles, tiles, device="cuda") > 0.4
 
@@ -210,7 +213,7 @@ def test_on_a_gpu(tokens, dim, kv_heads, kind, backend, calls, monkeypatch):
         dirty = [torch.full((2, 4, tokens, 4096), -1, dtype=torch.int8, device="cuda") for _ in range(2)]
         del dirty
         found = step(given, incoming)
-        assert len(calls) >= (1 if kind == "blocks" else 2)
+        assert len(calls) >= (1 if with_torch else 2)
         with monkeypatch.context() as patch:
             patch.setattr(native, "calls", None)
             expected = step(given, incoming)
@@ -218,6 +221,6 @@ def test_on_a_gpu(tokens, dim, kv_heads, kind, backend, calls, monkeypatch):
             assert torch.equal(x, y), times
             assert x.stride() == y.stride()
     with monkeypatch.context() as patch:
-        if kind != "blocks":
+        if not with_torch:
             stays_with_cpp(patch)
         step(given, incoming)
