@@ -11,11 +11,10 @@ from recorded_triton import recording
 
 import saccade
 from saccade import native
-from saccade.engine import dispatch, prepare
+from saccade.engine import dispatch
 from saccade.launch import cuda as launch_cuda
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import CudaLaunch
-from saccade.native.build import Build
 from saccade.nm_sparse import op
 from saccade.nm_sparse.backward_sm90 import launchers as of_backward
 from saccade.nm_sparse.backward_sm90 import one_pass
@@ -171,21 +170,6 @@ def test_an_op_within_a_call_that_is_recorded(seen):
     assert len(launches[0]) == 1
     assert launches[0] == launches[1] == launches[2]
     assert ACTIVE.recorder is None
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The memory of calls, emptied before and after the test."""
-    monkeypatch.setenv("SACCADE_NATIVE", "1")
-    build = Build()
-    module = build.wait()
-    assert module is not None, build.refusal
-    assert module.has_driver()
-    memory = module.Memory()
-    monkeypatch.setattr(native, "calls", memory)
-    prepare.forget()
-    yield memory
-    prepare.forget()
 
 
 @pytest.mark.gpu

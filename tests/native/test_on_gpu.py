@@ -9,33 +9,16 @@ import torch
 
 import saccade
 from saccade import native
-from saccade.engine import prepare
 from saccade.exact.op import OPS
 from saccade.exact.ragged import config
 from saccade.exact.testing.cases import ATTENTION
 from saccade.exact.testing.check import check_attention, public_call
 from saccade.exact.varlen.op import OPS as VARLEN
-from saccade.native.build import Build
 from saccade.testing.baseline import differentiate
 from saccade.testing.cases import Case
 from saccade.testing.inputs import make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The memory of calls, emptied before and after the test."""
-    monkeypatch.setenv("SACCADE_NATIVE", "1")
-    build = Build()
-    module = build.wait()
-    assert module is not None, build.refusal
-    assert module.has_driver()
-    memory = module.Memory()
-    monkeypatch.setattr(native, "calls", memory)
-    prepare.forget()
-    yield memory
-    prepare.forget()
 
 
 def results(case, dtype, layout):
