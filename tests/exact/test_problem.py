@@ -169,7 +169,9 @@ def test_host_time_counts_unless_cpp_makes_the_call_again(monkeypatch):
     monkeypatch.setattr(native, "calls", object())
     assert replayed_by_cpp(problem, None) == replace(problem, host_counts=False)
     other = replace(problem, return_lse=True)
-    assert replayed_by_cpp(other, None) == other
+    assert replayed_by_cpp(other, None) == replace(other, host_counts=False)
+    trained = replace(other, needs_grad=True)
+    assert replayed_by_cpp(trained, None) == trained
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 8), (2, 2, 3, 4, 8)], ids=["rows", "windows"])

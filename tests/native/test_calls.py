@@ -103,7 +103,7 @@ def launch_of(kernel: int, slots: tuple[int, ...]):
 
 
 LSE = torch.empty(BATCH, HEADS, TIME)
-PLAIN = (False, False, False, -1, TIME, False, -1)  # the form of a call (`remember`)
+PLAIN = (False, False, False, -1, TIME, False, -1, False)  # the form of a call (`remember`)
 
 
 def inputs(requires_grad=True, dtype=torch.float32):
@@ -173,7 +173,7 @@ class Plan:
         memory.checked(torch.tensor([1]), 1)
 
 def remember(x, plan):
-    assert memory.remember((x, x, x), x, x[..., 0], ([], (), (), ()), [], plan, (False, False, False, -1, 1, False, -1))
+    assert memory.remember((x, x, x), x, x[..., 0], ([], (), (), ()), [], plan, (False, False, False, -1, 1, False, -1, False))
 
 for how in "forget", "replace", "overflow":
     print(how, flush=True)
@@ -505,10 +505,19 @@ def test_wrong_descriptions_are_refused(module):
     ):
         with pytest.raises(RuntimeError, match=said):
             memory.remember((*tensors,), tensors[0], tensors[0], Planned([launch]), [], None, PLAIN)
-    wrong = ((), PLAIN[:5], (*PLAIN[:3], 3, TIME, False, -1), (*PLAIN[:6], 3), (*PLAIN[:5], True, -1))
+    wrong = ((), PLAIN[:5], (*PLAIN[:3], 3, *PLAIN[4:]), (*PLAIN[:6], 3, False), (*PLAIN[:5], True, -1, False), PLAIN[:7])
     for form in wrong:
-        with pytest.raises(RuntimeError, match="seven parts"):
+        with pytest.raises(RuntimeError, match="eight parts"):
             memory.remember((*tensors,), tensors[0], tensors[0], Planned([plain]), [], None, form)
+
+
+def test_the_log_sum_exp_beside(module, launched):
+    memory, tensors = module.Memory(), inputs(requires_grad=False)
+    planned = Planned([launch_of(FORWARD, (0, 1, 2, 3, 4))])
+    assert memory.remember((*tensors,), tensors[0], LSE, planned, [], None, (*PLAIN[:7], True))
+    found = memory.run(*tensors)
+    assert isinstance(found, tuple)
+    assert_close(found, [attend(*tensors), (SCALE * (tensors[0] @ tensors[1].mT)).logsumexp(-1)])
 
 
 def test_what_is_no_tensor_is_refused(module):
@@ -558,7 +567,7 @@ def test_the_copy_engine_is_given_each_address_anew(module, launched):
 
 def test_backward_is_given_the_output_a_seed_and_scratch_memory(module, launched):
     memory, seen, tensors = module.Memory(), [], inputs()
-    form, key = (False, True, True, -1, TIME, False, -1), memory.key((*tensors,))
+    form, key = (False, True, True, -1, TIME, False, -1, False), memory.key((*tensors,))
 
     def plan(*given):
         *_, out, seed = given
@@ -612,7 +621,7 @@ def test_lengths_are_taken_once_python_has_looked_at_them(module, launched):
         Planned([launch_of(FORWARD, (0, 1, 2, 4, 5))]),
         [],
         None,
-        (False, False, False, 3, TIME, False, -1),
+        (False, False, False, 3, TIME, False, -1, False),
     )
     assert memory.run(*call) is None
     memory.checked(lengths, TIME + 1)  # of another call
@@ -662,7 +671,9 @@ def test_long_lengths_and_a_row_of_an_expanded_mask_are_taken(module, launched):
     copied = Described(COPY, (1, 1, 1), 1, 4 * BATCH, (4, 6), (0, 0))
     launches = [launch_of(FORWARD, (0, 1, 2, 5, 6)), copied]
     gradients = [torch.empty_like(x, device="meta") for x in tensors]
-    assert memory.remember(call, tensors[0].detach(), lse, Planned(launches), gradients, plan, (*PLAIN[:3], 4, TIME, True, 3))
+    assert memory.remember(
+        call, tensors[0].detach(), lse, Planned(launches), gradients, plan, (*PLAIN[:3], 4, TIME, True, 3, False)
+    )
     assert memory.run(*call) is None
     memory.checked(lengths, TIME)
     out = memory.run(*call)

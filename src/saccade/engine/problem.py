@@ -212,7 +212,9 @@ def replayable(problem: Problem) -> bool:
     """Whether C++ can replay such a call (`saccade.native`)."""
     if problem.mask == "bias" and problem.heads != problem.kv_heads:
         return False  # the gradient of a bias leaves dK and dV of each query head, which Python adds up
-    return problem.rank == 4 and not problem.return_lse and problem.window is None
+    # the node that C++ makes hands no gradient of the log-sum-exp on
+    differentiates_lse = problem.return_lse and problem.needs_grad
+    return problem.rank == 4 and not differentiates_lse and problem.window is None
 
 
 def compiled_or_captured(tensor: Tensor) -> bool:

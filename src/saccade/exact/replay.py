@@ -84,7 +84,7 @@ def _record_ours(
         empty.append(torch.empty(args.bias.shape, dtype=args.bias.dtype, device="meta"))
     if problem.windows:
         empty = [by_window(problem, x) for x in empty[:3]] + [x.view(given[3].shape) for x in empty[3:]]
-    form = (packed, chosen.saves_output, bool(seed), lengths, problem.kv_len, wide, expanded)
+    form = (packed, chosen.saves_output, bool(seed), lengths, problem.kv_len, wide, expanded, problem.return_lse)
     folds = (_in_one_batch, lambda rows: tuple([by_window(problem, x) for x in rows])) if problem.windows else (dict, tuple)
     backward = Backward(OPS, prepared, native.calls.key(call), names, bool(seed), numbers_of(OPS, args), (), *folds)
     native.calls.remember(call, out.transpose(1, 2) if packed else out, lse, forward, empty, backward, form)

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <ATen/ops/empty.h>
@@ -25,7 +26,8 @@ namespace {
 
 // --- replays
 
-Tensor run_ours(const std::shared_ptr<RecordedCall>& call, const std::vector<const Tensor*>& tensors, bool records, const Ragged& ragged = {}) {
+// out and lse
+std::pair<Tensor, Tensor> run_ours(const std::shared_ptr<RecordedCall>& call, const std::vector<const Tensor*>& tensors, bool records, const Ragged& ragged = {}) {
     RECORD_FUNCTION("saccade::KnownAttention", c10::ArrayRef<c10::IValue>{});  // a range while a profiler runs, else one read of a flag
     const at::Device device = tensors[0]->device();
     Tensor out, lse, seed;
@@ -48,7 +50,7 @@ Tensor run_ours(const std::shared_ptr<RecordedCall>& call, const std::vector<con
     if (device.is_cuda()) driver.make_current(device.index());
     void* stream = stream_of(device);
     for (const Launch& launch : call->forward.launches) launch.enqueue(addresses, ragged, stream);
-    if (!records) return out;
+    if (!records) return {out, lse};
     auto node = make_node<Backward>();
     node->call = call;
     node->ragged = ragged;
@@ -65,7 +67,7 @@ Tensor run_ours(const std::shared_ptr<RecordedCall>& call, const std::vector<con
         node->out = Saved(Tensor(header->shallow_copy_and_detach(header->version_counter(), false)));
     }
     torch::autograd::set_history(out, NodePointer(node));
-    return out;
+    return {out, lse};
 }
 
 PyObject* memory_run(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
@@ -83,7 +85,9 @@ PyObject* memory_run(Memory* self, PyObject* const* arguments, Py_ssize_t count)
     if (!call->by_torch) {
         std::array<Tensor, 2> converted;
         call->take(tensors, converted);
-        return THPVariable_Wrap(run_ours(call, tensors, records));
+        const auto [out, lse] = run_ours(call, tensors, records);
+        if (!call->returns_lse) return THPVariable_Wrap(out);
+        return Py_BuildValue("(NN)", THPVariable_Wrap(out), THPVariable_Wrap(lse));
     }
     std::optional<Tensor> added;
     if (tensors.size() == 4) added = call->hidden.defined() ? at::where(*tensors[3], call->seen, call->hidden) : *tensors[3];
@@ -137,7 +141,7 @@ PyObject* memory_run_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t
     if (!read_ragged(arguments, count, tensors, key, records, ragged)) Py_RETURN_NONE;
     std::shared_ptr<RecordedCall> call = find(*self->calls, key, ragged);
     if (!call || tensors.size() != static_cast<size_t>(call->inputs)) Py_RETURN_NONE;
-    return THPVariable_Wrap(run_ours(call, tensors, records, ragged));
+    return THPVariable_Wrap(run_ours(call, tensors, records, ragged).first);
     END_HANDLE_TH_ERRORS
 }
 
@@ -171,7 +175,7 @@ std::shared_ptr<RecordedCall> described(const std::vector<const Tensor*>& tensor
 
 // remember(call, out, lse, planned, gradients, plan_backward, form): False if C++ cannot replay this call. form: whether out is transposed,
 // whether backward needs it, whether a seed is drawn, the input that holds lengths or -1, the most that they may be, whether they are copied to
-// int32, and the input that is an expanded boolean mask or -1.
+// int32, the input that is an expanded boolean mask or -1, and whether the call returns lse too.
 PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 7, "remember takes seven arguments, the call first");
@@ -180,8 +184,8 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     if (!read_tuple(arguments[0], tensors, key)) Py_RETURN_FALSE;
     std::shared_ptr<RecordedCall> call = described(tensors, arguments);
     auto form = numbers(arguments[6]);
-    TORCH_CHECK(form.size() == 7 && form[3] < call->inputs && form[6] < call->inputs && (form[3] >= 0 || !form[5]),
-                "a form has seven parts: transposed, saves_out, draws_seed, lengths, keys, wide, expanded");
+    TORCH_CHECK(form.size() == 8 && form[3] < call->inputs && form[6] < call->inputs && (form[3] >= 0 || !form[5]),
+                "a form has eight parts: transposed, saves_out, draws_seed, lengths, keys, wide, expanded, returns_lse");
     call->transposed = form[0];
     call->saves_out = form[1];
     call->draws_seed = form[2];
@@ -189,6 +193,7 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     call->keys = form[4];
     call->wide = form[5];
     call->expanded = static_cast<int>(form[6]);
+    call->returns_lse = form[7];
     store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
