@@ -89,6 +89,56 @@ def test_transforms_of_torch_func_get_a_sentence(name):
         torch.func.jvp(lambda q: loss(OURS[name], [q, *given[1:]]), (given[0],), (given[1],))
 
 
+TRANSFORM = r"backend '\w+' has a gradient for torch\.autograd alone, and a transform of torch\.func meets \w+\("
+
+
+@ours
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_gradient_outside_of_vmap_is_not_lost(name, place):
+    """Inside of vmap a tensor does not say that the one which it wraps requires a gradient."""
+    given = inputs(requires_grad=False)
+
+    def one(x):
+        return loss(OURS[name], [x if i == place else y for i, y in enumerate(given)])
+
+    two = torch.stack([given[place], given[place] + 1])
+    for mapped, several in ((torch.func.vmap(one), two), (torch.func.vmap(torch.func.vmap(one)), two[None])):
+        with pytest.raises(UnsupportedProblem, match=TRANSFORM):
+            mapped(several.clone().requires_grad_())
+        with pytest.raises(UnsupportedProblem, match=TRANSFORM):
+            torch.func.grad(lambda x, mapped=mapped: mapped(x).sum())(several)
+
+
+COMPILED = {
+    "grad": lambda call, x: torch.func.grad(call)(x),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+    "vmap": lambda call, x: torch.func.vmap(call)(x[None]),
+    "grad of vmap": lambda call, x: torch.func.grad(lambda y: torch.func.vmap(call)(y).sum())(x[None]),
+}
+
+
+@ours
+@pytest.mark.parametrize("transform", COMPILED)
+def test_transforms_are_refused_in_a_compiled_graph_too(name, transform):
+    """The compiler would run the Function under the transform, which would get zeros."""
+    given = inputs(requires_grad=False)
+    torch._dynamo.reset()
+    call = lambda q: loss(OURS[name], [q, *given[1:]])  # noqa: E731
+    with pytest.raises(Exception, match=TRANSFORM):
+        torch.compile(lambda q: COMPILED[transform](call, q), backend="aot_eager")(given[0].requires_grad_())
+    torch._dynamo.reset()
+
+
+def test_a_compiled_graph_drops_no_tangent():
+    given = inputs(requires_grad=False)
+    torch._dynamo.reset()
+    run = torch.compile(lambda q: loss(OURS["dynamic"], [q, *given[1:]]), backend="eager")
+    run(given[0])
+    with forward_ad.dual_level(), pytest.raises((UnsupportedProblem, NotImplementedError)):
+        run(forward_ad.make_dual(given[0], given[1]))
+    torch._dynamo.reset()
+
+
 @ours
 def test_forward_mode_gets_a_sentence(name):
     given = inputs(requires_grad=False)

@@ -179,6 +179,15 @@ def test_an_encoder_takes_the_batches_of_the_flattening_collator():
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
 
 
+def test_packed_sequences_under_autocast():
+    """Llama turns queries and keys by positions in float32, beside values in the dtype of autocast."""
+    ours, theirs = _pair(*_llama(), dtype=torch.float32)
+    batch = {"input_ids": _tokens(1), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), "use_cache": False}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found, wanted = (model(**batch).logits for model in (ours, theirs))
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
 def test_packed_sequences_of_a_causal_layer():
     query, key, value = (x[:1] for x in _qkv())
     ends = torch.tensor([0, 1, 4], dtype=torch.int32)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
+from saccade.engine.tracing import transforms
 
 _OptionalTensor = TypeVar("_OptionalTensor", Tensor, Tensor | None)
 
@@ -21,7 +22,21 @@ def gradient_needed(*tensors: Tensor | None) -> bool:
     # under forward-mode AD the autograd.Function must run so that it raises: the bare op would silently drop the tangent
     if torch.autograd.forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    if any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        return True
+    levels = transforms()
+    return levels > 0 and any(_wraps_gradient(t, levels) for t in tensors if isinstance(t, Tensor))
+
+
+def _wraps_gradient(tensor: Tensor, levels: int) -> bool:
+    """Whether a tensor that torch.func.vmap maps over wraps one that requires a gradient, which it does not say itself."""
+    for level in range(levels, 0, -1):
+        tensor, _ = torch._C._functorch._unwrap_batched(tensor, level)
+        if tensor.requires_grad:
+            return True
+    return False
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from saccade.engine.ranges import shown_as_ours
+from saccade.engine.tracing import transforms
 from saccade.errors import UnsupportedProblem
 
 
@@ -23,12 +24,12 @@ def applied(function: type[torch.autograd.Function], problem: Any, backend: str,
     Raises:
         UnsupportedProblem: a transform of torch.func is active, or an argument has a tangent of forward-mode AD.
     """
-    if not torch.compiler.is_compiling():
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise UnsupportedProblem(_refusal("a transform of torch.func", problem, backend))
-        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in args):
-            raise UnsupportedProblem(_refusal("forward-mode AD", problem, backend))
-    else:
+    if transforms():
+        raise UnsupportedProblem(_refusal("a transform of torch.func", problem, backend))
+    compiling = torch.compiler.is_compiling()  # traced tensors show no tangents
+    if forward_ad._current_level >= 0 and (compiling or any(_has_tangent(x) for x in args)):
+        raise UnsupportedProblem(_refusal("forward-mode AD", problem, backend))
+    if compiling:
         args = _apart(args)
     return function.apply(*args)
 

@@ -70,3 +70,12 @@ def register(
     if flops is not None:
         count_by(op, flops)
     return op.default
+
+
+def transforms() -> int:
+    """The number of transforms of torch.func that are active."""
+    return torch._C._functorch.maybe_current_level() or 0
+
+
+# a compiled graph is made for the transforms around it; see `saccade.hardware` for why the attribute is set
+transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.arguments import check_choice, shown
+from saccade.engine.calls import autocast
 from saccade.engine.problem import captured
 from saccade.engine.window import Window
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
@@ -110,8 +111,7 @@ def register_nm_sparse(
 def _register(name: str, forward: Callable[..., Any], backend: str, backends: list[str], exact: bool = False) -> Registration:
     if not has_package("transformers"):
         raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
-    known = ("auto", *backends)
-    check_choice("backend", backend, known)
+    check_choice("backend", backend, ("auto", *backends))
     check_name(name, _REGISTERED)
     return Registration(name, forward, boolean_mask, _REGISTERED, lambda name: None, exact and backend == "auto")
 
@@ -384,10 +384,10 @@ def _packed_attention(
     backend: str,
     window: Window | None = None,
 ) -> Tensor:
+    query, key, value = autocast(query, key, value)
     qkv = packed_qkv(query, key, value)
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)] if qkv is None else qkv.unbind(1)
-    ends_q, ends_k = (x.to(torch.int32) for x in ends)
-    ends_k = ends_q if ends[1] is ends[0] else ends_k
+    ends_q, ends_k = (ends[0].to(torch.int32),) * 2 if ends[1] is ends[0] else (x.to(torch.int32) for x in ends)
     options = BOTTOM_RIGHT if causal else FULL, scaling, query.shape[1] != key.shape[1], None, window, False, backend
     found = attend_packed((*rows, ends_q, ends_k, int(longest[0]), int(longest[1]), dropout, *options), qkv)
     assert isinstance(found, Tensor), "the log-sum-exp was not asked for"
