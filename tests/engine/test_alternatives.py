@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ import saccade.exact.explained
 import saccade.exact.prepared
 import saccade.nm_sparse.prepared
 from saccade.engine import prepare
+from saccade.engine.alternatives import Alternatives
+from saccade.engine.backend import Backend
 from saccade.errors import CompileError
 from saccade.exact.short import launch
 from saccade.launch import disabled
 from saccade.launch import triton as launching
+from saccade.native.recording import Recorder, shares
 from saccade.nvrtc import Source, toolchain
 
 HAS_GPU = torch.cuda.is_available()
@@ -183,6 +187,36 @@ def test_errors_of_a_running_device_pass(fresh):
     with pytest.raises(RuntimeError, match="illegal memory access") as caught:
         launching.first_launch(Faulty(), (1, 1, 1), (torch.zeros(1),), {})
     assert not isinstance(caught.value, CompileError)
+
+
+@pytest.mark.parametrize("architecture", [None, "90a"], ids=["the next backend", "without NVRTC"])
+def test_what_a_failed_backend_launched_is_no_part_of_the_call(fresh, architecture):
+    """C++ would replay it: shares of a bias's gradient that no launch writes would be added to it."""
+    forgotten, tried = [], []
+    fresh.setattr(prepare, "forget", lambda: forgotten.append(len(tried)))
+
+    def run(found):
+        tried.append(found)
+        shares((2, 3, 4, 5), 2, torch.device("cpu"))
+        if len(tried) == 1:
+            raise CompileError("the second kernel of a backend does not compile", (), "error", architecture)
+        return "out"
+
+    backends = tuple(
+        Backend(name, "attention", "", why_not=lambda problem: [], prefers=lambda problem: True, launchers=lambda own=name: own)
+        for name in ("first", "second")
+    )
+    alternatives = Alternatives("attention", backends, ("second",), None, lambda *_: None)
+    query = torch.zeros(1, 1, 8, 16)
+    with warnings.catch_warnings(), Recorder() as recorder:
+        warnings.simplefilter("ignore")
+        restarted = Mock(wraps=recorder.restart)
+        recorder.restart = restarted
+        assert alternatives.attempt(("first", "second"), query, query, run) == "out"
+    assert tried == (["first", "second"] if architecture is None else ["first", "first"])
+    assert forgotten == [1]
+    assert restarted.call_count == 1
+    assert recorder.shares == (1, 2, 4, 5)
 
 
 def test_what_nvrtc_refuses_is_an_obstacle(fresh):
