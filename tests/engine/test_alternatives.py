@@ -176,17 +176,48 @@ def test_nm_sparse(fresh, direction):
     compared(call, lambda: call("reference"), leaves, "backend 'reference' computes instead")
 
 
-def test_errors_of_a_running_device_pass(fresh):
+def failing(sentence):
+    """A kernel whose first launch fails like this."""
+
     class Faulty(Broken):
         def __getitem__(self, grid):
             def launch(*arguments, **options):
-                raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+                raise RuntimeError(sentence)
 
             return launch
 
+    return Faulty()
+
+
+def test_errors_of_a_running_device_pass(fresh):
+    kernel = failing("Triton Error [CUDA]: an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal memory access") as caught:
-        launching.first_launch(Faulty(), (1, 1, 1), (torch.zeros(1),), {})
+        launching.first_launch(kernel, (1, 1, 1), (torch.zeros(1),), {})
     assert not isinstance(caught.value, CompileError)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "device kernel image is invalid",
+        "no kernel image is available for execution on the device",
+        "a PTX JIT compilation failed",
+        "the provided PTX was compiled with an unsupported toolchain.",
+    ],
+)
+def test_a_binary_that_the_driver_cannot_load_does_not_compile(fresh, fault):
+    with pytest.raises(CompileError, match=f"cannot compile _broken_kernel .*\\nRuntimeError: .*{fault}"):
+        launching.first_launch(failing(f"Triton Error [CUDA]: {fault}"), (1, 1, 1), (torch.zeros(1),), {})
+
+
+def test_a_failure_is_told_once_whatever_it_disables(fresh):
+    errors = [CompileError(f"Triton cannot compile {name}", (), "error") for name in ("one", "one", "another")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for shape, error in enumerate(errors):
+            disabled.disable(("backend", shape), "torch's function", error)
+    assert [str(w.message).partition(";")[0] for w in caught] == ["Triton cannot compile one", "Triton cannot compile another"]
+    assert [disabled.failure_of(("backend", shape)) for shape in range(4)] == [*errors, None]
 
 
 @pytest.mark.parametrize("architecture", [None, "90a"], ids=["the next backend", "without NVRTC"])
