@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import saccade
+from saccade.engine.flops import backward_flops, forward_flops
 from saccade.nm_sparse.analysis import kept_by_pattern
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -142,6 +143,12 @@ def test_every_op_that_multiplies_has_a_formula():
         "saccade::dynamic_mask_intervals",
         "saccade::dynamic_mask_kept",
     }
+
+
+def test_values_of_another_width():
+    """Forward multiplies keys and values once each, backward keys three times and values twice."""
+    assert forward_flops(10, 7, 3) == 2 * 10 * (7 + 3)
+    assert backward_flops(10, 7, 3) == 2 * 10 * (3 * 7 + 2 * 3)
 
 
 ORDERS = {

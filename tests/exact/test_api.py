@@ -20,7 +20,7 @@ def test_prepared_calls_are_remembered_by_everything_they_depend_on(monkeypatch)
     monkeypatch.setattr(prepare, "_PREPARED", {})
     monkeypatch.setattr(functional, "on_a_cpu", lambda *a: None)
     q, k, v = qkv(2, 2, 5, 16)
-    mask = torch.ones(5, 5, dtype=torch.bool, device=DEVICE)
+    mask, trained = torch.ones(5, 5, dtype=torch.bool, device=DEVICE), q.clone().requires_grad_()
     calls = [
         lambda: saccade.attention(q, k, v),
         lambda: saccade.attention(q, k, v, is_causal=True),
@@ -32,8 +32,14 @@ def test_prepared_calls_are_remembered_by_everything_they_depend_on(monkeypatch)
         lambda: saccade.attention(q, k, v, backend="reference"),
         lambda: saccade.attention(q.half(), k.half(), v.half()),
         lambda: saccade.attention(q.mT.contiguous().mT, k, v),
-        lambda: saccade.attention(q.clone().requires_grad_(), k, v),
+        lambda: saccade.attention(trained, k, v),
         lambda: saccade.attention(q, k, v, lengths=torch.tensor([3, 5], device=DEVICE)),
+        lambda: saccade.attention(q, k, v, lengths=torch.tensor([3, 5], device=DEVICE, dtype=torch.int32)),
+        lambda: saccade.attention(q, k, v, mask[:1]),
+        lambda: saccade.attention(q, k, v, mask[:1].expand(5, 5)),
+        lambda: saccade.attention(trained, k, v, mask.float()),
+        lambda: saccade.attention(trained, k, v, mask.float().requires_grad_()),
+        lambda: saccade.attention_qkvpacked(torch.stack((q, k, v)).permute(1, 3, 0, 2, 4)),
     ]
     for number, call in enumerate(calls, start=1):
         call()
