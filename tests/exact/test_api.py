@@ -47,6 +47,18 @@ def test_prepared_calls_are_remembered_by_everything_they_depend_on(monkeypatch)
         assert len(prepare._PREPARED) == number
 
 
+def test_a_captured_call_is_prepared_by_itself(monkeypatch):
+    """The host's time does not count there, so another backend may be chosen."""
+    monkeypatch.setattr(prepare, "_PREPARED", {})
+    monkeypatch.setattr(functional, "on_a_cpu", lambda *a: None)
+    tensors = qkv(2, 2, 5, 16)
+    for captured in (False, True):
+        for module in ("exact.prepared", "engine.problem"):
+            monkeypatch.setattr(f"saccade.{module}.compiled_or_captured", lambda tensor, captured=captured: captured)
+        saccade.attention(*tensors)
+    assert [call.problem.python_counts for call in prepare._PREPARED.values()] == [True, False]
+
+
 def test_prepared_calls_of_dynamic_masks_too(monkeypatch):
     monkeypatch.setattr(prepare, "_PREPARED", {})
     q, k, v = qkv(2, 2, 5, 16)
