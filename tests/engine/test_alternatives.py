@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ import saccade.exact.explained
 import saccade.exact.prepared
 import saccade.nm_sparse.prepared
 from saccade.engine import prepare
+from saccade.engine.alternatives import Alternatives
+from saccade.engine.backend import Backend
 from saccade.errors import CompileError
 from saccade.exact.short import launch
 from saccade.launch import disabled
 from saccade.launch import triton as launching
+from saccade.native.recording import Recorder, shares
 from saccade.nvrtc import Source, toolchain
 
 HAS_GPU = torch.cuda.is_available()
@@ -172,17 +176,78 @@ def test_nm_sparse(fresh, direction):
     compared(call, lambda: call("reference"), leaves, "backend 'reference' computes instead")
 
 
-def test_errors_of_a_running_device_pass(fresh):
+def failing(sentence):
+    """A kernel whose first launch fails like this."""
+
     class Faulty(Broken):
         def __getitem__(self, grid):
             def launch(*arguments, **options):
-                raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+                raise RuntimeError(sentence)
 
             return launch
 
+    return Faulty()
+
+
+def test_errors_of_a_running_device_pass(fresh):
+    kernel = failing("Triton Error [CUDA]: an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal memory access") as caught:
-        launching.first_launch(Faulty(), (1, 1, 1), (torch.zeros(1),), {})
+        launching.first_launch(kernel, (1, 1, 1), (torch.zeros(1),), {})
     assert not isinstance(caught.value, CompileError)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "device kernel image is invalid",
+        "no kernel image is available for execution on the device",
+        "a PTX JIT compilation failed",
+        "the provided PTX was compiled with an unsupported toolchain.",
+    ],
+)
+def test_a_binary_that_the_driver_cannot_load_does_not_compile(fresh, fault):
+    with pytest.raises(CompileError, match=f"cannot compile _broken_kernel .*\\nRuntimeError: .*{fault}"):
+        launching.first_launch(failing(f"Triton Error [CUDA]: {fault}"), (1, 1, 1), (torch.zeros(1),), {})
+
+
+def test_a_failure_is_told_once_whatever_it_disables(fresh):
+    errors = [CompileError(f"Triton cannot compile {name}", (), "error") for name in ("one", "one", "another")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for shape, error in enumerate(errors):
+            disabled.disable(("backend", shape), "torch's function", error)
+    assert [str(w.message).partition(";")[0] for w in caught] == ["Triton cannot compile one", "Triton cannot compile another"]
+    assert [disabled.failure_of(("backend", shape)) for shape in range(4)] == [*errors, None]
+
+
+@pytest.mark.parametrize("architecture", [None, "90a"], ids=["the next backend", "without NVRTC"])
+def test_what_a_failed_backend_launched_is_no_part_of_the_call(fresh, architecture):
+    """C++ would replay it: shares of a bias's gradient that no launch writes would be added to it."""
+    forgotten, tried = [], []
+    fresh.setattr(prepare, "forget", lambda: forgotten.append(len(tried)))
+
+    def run(found):
+        tried.append(found)
+        shares((2, 3, 4, 5), 2, torch.device("cpu"))
+        if len(tried) == 1:
+            raise CompileError("the second kernel of a backend does not compile", (), "error", architecture)
+        return "out"
+
+    backends = tuple(
+        Backend(name, "attention", "", why_not=lambda problem: [], prefers=lambda problem: True, launchers=lambda own=name: own)
+        for name in ("first", "second")
+    )
+    alternatives = Alternatives("attention", backends, ("second",), None, lambda *_: None)
+    query = torch.zeros(1, 1, 8, 16)
+    with warnings.catch_warnings(), Recorder() as recorder:
+        warnings.simplefilter("ignore")
+        restarted = Mock(wraps=recorder.restart)
+        recorder.restart = restarted
+        assert alternatives.attempt(("first", "second"), query, query, run) == "out"
+    assert tried == (["first", "second"] if architecture is None else ["first", "first"])
+    assert forgotten == [1]
+    assert restarted.call_count == 1
+    assert recorder.shares == (1, 2, 4, 5)
 
 
 def test_what_nvrtc_refuses_is_an_obstacle(fresh):

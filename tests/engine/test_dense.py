@@ -107,3 +107,15 @@ def test_large_scores_do_not_overflow():
     out, lse = attend(query * 1e4, key * 1e4, value, scale=1.0)
     assert out.isfinite().all()
     assert lse.isfinite().all()
+
+
+def test_a_bias_of_minus_infinity_hides_a_key_whatever_its_score():
+    query, key, value = tensors()
+    bias = torch.zeros(5, dtype=torch.float64)
+    bias[2] = -math.inf
+    expected = attend(query, key, value, scale=0.7, bias=bias)
+    for odd in (math.nan, math.inf):
+        for found, wanted in zip(
+            attend(query, key.index_fill(2, torch.tensor(2), odd), value, scale=0.7, bias=bias), expected, strict=True
+        ):
+            torch.testing.assert_close(found, wanted)

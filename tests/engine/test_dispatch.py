@@ -10,11 +10,13 @@ import torch
 
 import saccade
 from saccade.engine import dispatch
+from saccade.engine.alternatives import Alternatives
 from saccade.engine.backend import Backend
 from saccade.engine.dispatch import choose, explain
-from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
+from saccade.errors import CompileError, InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.backends import BACKENDS as ATTENTION
 from saccade.exact.problem import describe_attention
+from saccade.launch import disabled
 from saccade.operations import OPERATIONS, find
 
 X = torch.zeros(1, 1, 4, 8)
@@ -49,6 +51,30 @@ def test_auto_takes_a_backend_of_a_name_only_where_the_reference_is_left():
     assert choose((inexact, CANNOT, reference), PROBLEM).backend is reference
     assert choose((replace(CANNOT, spares_reference=True), reference), PROBLEM).backend is reference
     assert "  -> a: summary of a, as only the reference is left: not timed" in explain((untimed, reference), PROBLEM)
+
+
+@pytest.mark.parametrize("by_name_only", ["", "not timed"])
+def test_auto_passes_over_what_did_not_compile_for_the_shape(monkeypatch, by_name_only):
+    """Failures are remembered by the shapes of query and key, which differ in heads and length here."""
+    monkeypatch.setattr(disabled, "_disabled", {})
+    monkeypatch.setattr(disabled, "_warned", set())
+
+    def run(launchers):
+        if launchers == "a":
+            raise CompileError("a kernel of it does not compile", (), "error")
+        return launchers
+
+    first = replace(A, by_name_only=lambda problem: by_name_only, spares_reference=True, launchers=lambda: "a")
+    reference = replace(RATHER_NOT, name="reference", is_reference=True)
+    query, key = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8)
+    problem = describe_attention(query, key, key, None, 0.0, False, None, True, None, False, False, False)
+    assert choose((first, reference), problem).backend is first
+    alternatives = Alternatives("attention", (first, reference), (), "computed", lambda *_: None)
+    with pytest.warns(RuntimeWarning, match="a kernel of it does not compile; backend 'reference' computes instead"):
+        assert alternatives.attempt(("a", "reference"), query, key, run) == "computed"
+    assert choose((first, reference), problem).backend is reference
+    assert "a: disabled: a kernel of it does not compile" in explain((first, reference), problem)
+    assert choose((first, reference), replace(problem, kv_len=8)).backend is first
 
 
 def test_a_name_is_an_order():

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import saccade
+from saccade.engine.flops import backward_flops, forward_flops
+from saccade.exact.varlen import op as varlen_op
+from saccade.exact.varlen.args import VarlenArgs
 from saccade.nm_sparse.analysis import kept_by_pattern
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -142,6 +145,21 @@ def test_every_op_that_multiplies_has_a_formula():
         "saccade::dynamic_mask_intervals",
         "saccade::dynamic_mask_kept",
     }
+
+
+def test_packed_sequences_of_other_queries_than_keys():
+    """Every pair within a sequence counts, and a failure is remembered by the longest lengths of both."""
+    query, key = torch.zeros(9, 4, 8), torch.zeros(12, 2, 8)
+    ends_q, ends_k = torch.tensor([0, 2, 9], dtype=torch.int32), torch.tensor([0, 5, 12], dtype=torch.int32)
+    args = VarlenArgs(query, key, key, ends_q, ends_k, None, None, 7, 8, 0.0, 0, 0.5)
+    assert varlen_op._pairs(args) == 4 * (2 * 5 + 7 * 7)
+    assert [x.shape for x in varlen_op._shapes(args)] == [(1, 4, 7, 8), (1, 2, 8, 8)]
+
+
+def test_values_of_another_width():
+    """Forward multiplies keys and values once each, backward keys three times and values twice."""
+    assert forward_flops(10, 7, 3) == 2 * 10 * (7 + 3)
+    assert backward_flops(10, 7, 3) == 2 * 10 * (3 * 7 + 2 * 3)
 
 
 ORDERS = {

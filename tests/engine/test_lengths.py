@@ -47,6 +47,15 @@ def test_alternating_tensors_are_read_once_each_on_a_gpu(checks):
     assert len(checks) == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_kernels_are_given_dense_int32(dtype):
+    lengths = of(3, 9, 5, 9, dtype=dtype)[::2]
+    found = checked_lengths(lengths, 5)
+    assert (found.dtype, found.stride(), found.tolist()) == (torch.int32, (1,), [3, 5])
+    assert checked_lengths(lengths, 5, any_width=True) is lengths
+    assert checked_lengths(of(0, 5), 5).tolist() == [0, 5]
+
+
 def test_another_device_than_the_cpu_is_asked_once_for_each_version_and_use(checks):
     """A look at a tensor of such a device would wait for it; one without numbers stands for it here."""
     tensor, other, asked = torch.empty(2, device="meta"), torch.empty(2, device="meta"), []

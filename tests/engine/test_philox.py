@@ -73,6 +73,15 @@ def test_dropout_keeps_its_share_in_every_problem(p):
     assert not torch.equal(keep[0, 0], keep[1, 0])
 
 
+@pytest.mark.parametrize("p", [0.7, 0.5, 3 * 2.0**-24])
+def test_a_draw_survives_from_the_number_on_that_kernels_are_given(monkeypatch, p):
+    """0.7 is rounded down to float32, so its least draw is below 0.7 itself."""
+    least = drop_threshold(p)
+    words = [torch.tensor([[[draw << 8]]]) for draw in (least - 1, least, least + 1, 0)]
+    monkeypatch.setattr(module, "philox", lambda *given: words)
+    assert dropout_keep(torch.tensor([99]), p, 1, 1, 1, 4).flatten().tolist() == [False, True, True, False]
+
+
 def test_constants_are_those_of_the_paper():
     assert (module._ROUNDS, module._M0, module._M1) == (10, 0xD2511F53, 0xCD9E8D57)
 

@@ -20,7 +20,7 @@ def test_prepared_calls_are_remembered_by_everything_they_depend_on(monkeypatch)
     monkeypatch.setattr(prepare, "_PREPARED", {})
     monkeypatch.setattr(functional, "on_a_cpu", lambda *a: None)
     q, k, v = qkv(2, 2, 5, 16)
-    mask = torch.ones(5, 5, dtype=torch.bool, device=DEVICE)
+    mask, trained = torch.ones(5, 5, dtype=torch.bool, device=DEVICE), q.clone().requires_grad_()
     calls = [
         lambda: saccade.attention(q, k, v),
         lambda: saccade.attention(q, k, v, is_causal=True),
@@ -32,13 +32,31 @@ def test_prepared_calls_are_remembered_by_everything_they_depend_on(monkeypatch)
         lambda: saccade.attention(q, k, v, backend="reference"),
         lambda: saccade.attention(q.half(), k.half(), v.half()),
         lambda: saccade.attention(q.mT.contiguous().mT, k, v),
-        lambda: saccade.attention(q.clone().requires_grad_(), k, v),
+        lambda: saccade.attention(trained, k, v),
         lambda: saccade.attention(q, k, v, lengths=torch.tensor([3, 5], device=DEVICE)),
+        lambda: saccade.attention(q, k, v, lengths=torch.tensor([3, 5], device=DEVICE, dtype=torch.int32)),
+        lambda: saccade.attention(q, k, v, mask[:1]),
+        lambda: saccade.attention(q, k, v, mask[:1].expand(5, 5)),
+        lambda: saccade.attention(trained, k, v, mask.float()),
+        lambda: saccade.attention(trained, k, v, mask.float().requires_grad_()),
+        lambda: saccade.attention_qkvpacked(torch.stack((q, k, v)).permute(1, 3, 0, 2, 4)),
     ]
     for number, call in enumerate(calls, start=1):
         call()
         call()
         assert len(prepare._PREPARED) == number
+
+
+def test_a_captured_call_is_prepared_by_itself(monkeypatch):
+    """The host's time does not count there, so another backend may be chosen."""
+    monkeypatch.setattr(prepare, "_PREPARED", {})
+    monkeypatch.setattr(functional, "on_a_cpu", lambda *a: None)
+    tensors = qkv(2, 2, 5, 16)
+    for captured in (False, True):
+        for module in ("exact.prepared", "engine.problem"):
+            monkeypatch.setattr(f"saccade.{module}.compiled_or_captured", lambda tensor, captured=captured: captured)
+        saccade.attention(*tensors)
+    assert [call.problem.python_counts for call in prepare._PREPARED.values()] == [True, False]
 
 
 def test_prepared_calls_of_dynamic_masks_too(monkeypatch):

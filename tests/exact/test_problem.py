@@ -129,6 +129,15 @@ def test_a_problem_prints_what_was_asked():
     assert "Dv=3" in str(describe_attention(Q, K, K[..., :3], None, 0.0, False, None, False, None, False, False, False))
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_bias_has_a_gradient_where_the_call_has_one(needs_grad):
+    x = torch.zeros(1, 1, 4, 8)
+    for trained in (False, True):
+        bias = torch.zeros(4, 4, requires_grad=trained)
+        found = describe_attention(x, x, x, bias, 0.0, False, None, False, None, False, False, needs_grad)
+        assert found.bias_grad is (trained and needs_grad)
+
+
 def test_a_problem_is_a_key():
     assert describe() == describe()
     assert hash(describe()) == hash(describe())

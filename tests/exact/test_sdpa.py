@@ -562,16 +562,16 @@ def test_lengths_read_the_padding_and_copy_nothing_that_is_harmless(lengths, gar
     monkeypatch.setattr(backend, "_rows_are_worth_it", lambda problem: False)
     monkeypatch.setattr(torch.Tensor, "where", lambda x, *a, where=torch.Tensor.where: copies.append(1) or where(x, *a))
     results = []
-    for each in ((k, v), dirty):
+    for each in ((k, v), dirty, (k, dirty[1]), (dirty[0], v)):
         copies.clear()
         out = saccade.attention(q, *each, lengths=torch.tensor(lengths), backend="sdpa")
         results.append([out, *torch.autograd.grad(out.square().sum(), (q, *each))])
-    for clean, other in zip(*results, strict=True):
-        torch.testing.assert_close(other, clean)
-        assert other.isfinite().all()
-    ragged = len(set(lengths)) > 1
-    read = ragged and min(lengths) < max(lengths)
-    assert bool(copies) == (read and garbage != 1.0)
+        read = each[0] is not k or each[1] is not v
+        assert bool(copies) == (read and min(lengths) < max(lengths) and garbage != 1.0)
+    for clean, *others in zip(*results, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, clean)
+            assert other.isfinite().all()
 
 
 def test_dropout_follows_the_seed_and_keeps_the_mean():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from contracts.exact import BOTH, DEVICE, DTYPES, AttentionContract, named
 from contracts.opt_outs import opted_out
+from torch.nn.attention.bias import causal_upper_left
 
 import saccade
 from saccade.exact.args import AttentionArgs
@@ -352,6 +353,11 @@ def test_a_mask_of_keys_of_tensors_that_are_broadcast(whole, kind):
         (torch.ones(4, 70), {}, r"key_mask has dtype torch.float32; it must be a bool torch.Tensor \[B, Tk\]"),
         (True, {}, "key_mask is a bool; it must be a bool torch.Tensor"),
         (torch.ones(4, 70, dtype=torch.bool), {"is_causal": True}, "key_mask and is_causal=True are both given"),
+        (
+            torch.ones(4, 70, dtype=torch.bool),
+            {"attn_mask": causal_upper_left(70, 70)},
+            "key_mask and a causal attn_mask are both",
+        ),
         (torch.ones(4, 70, dtype=torch.bool), {"window": (3, 3)}, r"key_mask and .*window.* are both given"),
     ],
 )

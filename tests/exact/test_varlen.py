@@ -623,6 +623,17 @@ class DenseLast(torch.autograd.Function):
         return dout.clone(), dout.clone(), dout.clone()  # as torch makes them, in memory of their own
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("order", ["T H D", "H T D"])
+def test_an_output_of_any_layout_is_cleared_behind_the_last_sequence(in_place, order):
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32, device=DEVICE)
+    numbers = torch.randn(7, 3, 8, device=DEVICE)
+    out = numbers.clone() if order == "T H D" else numbers.transpose(0, 1).contiguous().transpose(0, 1)
+    expected = numbers.clone()
+    expected[5:] = 0.0
+    assert torch.equal(behind.Behind(offsets, in_place).of_output(out), expected)
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_torchs_packed_attention_gets_dense_rows(monkeypatch, in_place):
     """In any order of the dimensions; tokens behind the last sequence give and get zeros."""

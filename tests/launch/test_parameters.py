@@ -176,6 +176,45 @@ def test_a_signature_is_described_once_and_then_given_addresses(launched, call_o
     assert described == [5]
 
 
+def test_whatever_a_launch_depends_on_is_described_anew(launched, call_of):
+    described = []
+
+    def first(*given):
+        described.append(given)
+        return call_of(*given[:3], False, "cpu")
+
+    def second(*given):
+        return first(*given)
+
+    out, rows = torch.zeros(6), torch.zeros(2, 3)
+    for make, x, mask, options in (
+        (first, rows, None, (1,)),
+        (first, rows[:1], None, (1,)),
+        (first, rows.t().contiguous().t(), None, (1,)),
+        (first, rows.half(), None, (1,)),
+        (first, rows, rows > 0, (1,)),
+        (first, rows, None, (2,)),
+        (second, rows, None, (1,)),
+    ):
+        for _ in range(2):
+            run(make, (x, mask, out), options, lambda device: device.type)
+    assert [tuple(given[0].shape) for given in described] == [(2, 3), (1, 3), *[(2, 3)] * 5]
+    assert len(launched) == 14
+
+
+@pytest.mark.parametrize(("arch", "starts_early"), [(80, False), (89, False), (90, True), (120, True)])
+def test_only_devices_from_sm_90_on_start_a_kernel_before_its_predecessor_ends(monkeypatch, call_of, arch, starts_early):
+    bound = []
+    launch = SimpleNamespace(bind=lambda numbers, dependent: bound.append((numbers, dependent)))
+    monkeypatch.setattr(cuda, "load", lambda *given: SimpleNamespace(configure=lambda *shape: launch))
+    monkeypatch.setattr(cuda, "arch_of", lambda device: arch)
+    x, out = torch.zeros(5), torch.zeros(5)
+    call = call_of(x, None, out, False, "cpu")
+    for dependent in (False, True):
+        call._replace(dependent=dependent).ready(torch.device("cuda", 0))
+    assert bound == [({"n": 5}, False), ({"n": 5}, starts_early)]
+
+
 def test_tensors_out_of_place_are_refused(launched, call_of):
     x, out = torch.zeros(5), torch.zeros(5)
     with pytest.raises(

@@ -309,3 +309,22 @@ def test_an_argument_that_the_source_does_not_take_is_refused(given, featured):
         with pytest.raises(InvalidArgument, match="kernel fused_sm80 does not take more; it takes query, key, value, out, lse"):
             fused.launch_sm80(featured, config, out, lse, kept)
     assert not given
+
+
+@pytest.mark.parametrize("kind", ["rows", "heads", "start", "columns"])
+def test_rows_of_a_bias_begin_at_16_bytes(kind):
+    """A bias is copied if a row of it begins elsewhere."""
+    odd = {
+        "rows": torch.randn(2, 3, 9, 17)[..., :16],
+        "heads": torch.randn(500).as_strided((2, 3, 9, 16), (200, 51, 16, 1)),
+        "start": torch.randn(2 * 3 * 9 * 16 + 1)[1:].view(2, 3, 9, 16),
+        "columns": torch.randn(2, 3, 16, 9).mT,
+    }[kind]
+    query = torch.zeros(2, 3, 9, 8)
+    found = bias_rows.bias_rows(odd, query, 16)
+    assert torch.equal(found[..., :16], odd)
+    assert found.stride(3) == 1
+    assert not any(n * 4 % 16 for n in found.stride()[:3])
+    assert found.data_ptr() % 16 == 0
+    plain = odd.clone(memory_format=torch.contiguous_format)
+    assert bias_rows.bias_rows(plain, query, 16).data_ptr() == plain.data_ptr()

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import saccade
+from saccade.nm_sparse.args import NMSparseCall
+from saccade.nm_sparse.bits import words_of
+from saccade.nm_sparse.prepared import prepare_nm_sparse
 from saccade.nm_sparse.problem import describe_nm_sparse, parse_pattern
 
 X = torch.randn(2, 4, 70, 8)
@@ -117,6 +120,39 @@ def test_takes_the_place_of_attention():
         "return_lse",
         "backend",
     ]
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    """Tensors [1, 2, 4, 8] of float16 whose rows are not distinct pieces at multiples of 16 bytes."""
+    memory = torch.zeros(2, 5, 9).half()
+    return {
+        "start": torch.zeros(65).half()[1:].view(1, 2, 4, 8),
+        "rows": memory[None, :, :4, :8],
+        "heads": torch.zeros(80).half().as_strided((1, 2, 4, 8), (80, 33, 8, 1)),
+        "one row for all": torch.zeros(1, 2, 1, 8).half().expand(1, 2, 4, 8),
+    }
+
+
+@pytest.mark.parametrize("kind", odd_tensors())
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_prepared_call_knows_whether_rows_can_be_copied_in_pieces(kind, place):
+    """A call from another start is another call, though shapes and strides agree."""
+    plain = [torch.zeros(64).half().view(1, 2, 4, 8) for _ in range(3)]
+    odd = [*plain[:place], odd_tensors()[kind], *plain[place + 1 :]]
+    for _ in range(2):
+        for tensors, aligned in ((plain, True), (odd, False)):
+            call = NMSparseCall(*tensors, None, 0.0, False, None, False, "2:4", None, None, 0, 0, False, "reference")
+            assert prepare_nm_sparse(call).problem.aligned is aligned
+    single = odd_tensors()["rows"][:, :1, :1]
+    assert describe_nm_sparse(single, single, single, None, 0.0, False, None, False, "2:4", None, None, False, False).aligned
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "group", "words"),
+    [(1, 2, 1), (32, 2, 1), (33, 2, 2), (64, 4, 2), (65, 4, 3), (24, 3, 1), (27, 3, 2), (16, 16, 1), (17, 16, 1), (33, 16, 2)],
+)
+def test_words_of_a_selection(kv_len, group, words):
+    assert words_of(kv_len, group) == words
 
 
 def test_the_description_reads_well():

@@ -15,6 +15,7 @@ import pytest
 
 from saccade.errors import CompileError, InvalidArgument
 from saccade.nvrtc import Options, Source, build, compile_cubin, compiler, store
+from saccade.nvrtc.source import reached
 from saccade.nvrtc.toolchain import Nvrtc, find_nvrtc
 
 pytest.importorskip("cuda.core")
@@ -91,6 +92,17 @@ def test_a_key_forgets_where_a_checkout_lies(tmp_path):
         keys.add(compiler.key_of(source, "90", Options(), find_nvrtc()))
         lined.add(compiler.key_of(source, "90", Options.of(line_info=True), find_nvrtc()))
     assert (len(keys), len(lined)) == (1, 2)
+
+
+def test_the_compiler_looks_for_headers_in_the_order_of_the_key(fill, tmp_path):
+    """If two headers have one name, the key must hold the one that is compiled."""
+    folders = (fill.path.parent, *fill.headers, tmp_path / "toolkit")
+    flags = compiler.flags_of(fill, "90", TWICE, folders[-1:])
+    assert [flag for flag in flags if "include" in flag] == [f"--include-path={folder}" for folder in folders]
+    folders[-1].mkdir()
+    (folders[-1] / "value.cuh").write_text("#define VALUE 5.0f\n")
+    found = {path.name: path for path, _ in reached(fill, folders[-1:])}
+    assert found["value.cuh"].parent == fill.headers[0]
 
 
 def test_a_header_of_the_toolkit_is_found_and_counts(tmp_path):

@@ -196,7 +196,10 @@ def test_a_kernel_is_loaded_once(fill, driver, monkeypatch):
     assert load(fill, "fill", Options.of({"FACTOR": 2}), device) is first
     assert load(fill, "fill", Options.of({"FACTOR": 3}), device) is not first
     assert load(fill, "fill", Options.of({"FACTOR": 2}), torch.device("cuda", 1)) is not first
-    assert len(made) == 3
+    assert load(fill, "fill", Options.of({"FACTOR": 2}), device, "90a") is not first
+    fill.path.write_text(fill.path.read_text().replace("fill(", "again("))
+    assert load(fill, "again", Options.of({"FACTOR": 2}), device).name == "again"
+    assert len(made) == 5
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -315,6 +318,13 @@ def test_a_bound_launch_is_given_pointers_alone(driver, enqueued, monkeypatch):
             launch.bind(numbers)
     with pytest.raises(InvalidArgument, match="does not fit the int"):
         launch.bind({"n": 1 << 40})
+
+
+def test_a_bound_launch_may_be_given_its_blocks_at_each_call(driver, enqueued):
+    bound = Kernel(native(8, 8, 4), "fill", TWO_POINTERS, 0).configure((4, 2), 128).bind({"n": 1})
+    for blocks in (9, 5):
+        bound(1, 2, grid=blocks)
+    assert [x.grid for x in enqueued] == [(9, 2, 1), (5, 2, 1)]
 
 
 def test_a_dependent_launch_says_so(driver, enqueued):

@@ -30,6 +30,29 @@ def asked(monkeypatch):
     maps.tensor_map.cache_clear()
 
 
+@pytest.mark.parametrize(("columns", "swizzle"), [(64, "128B"), (32, "64B")])
+def test_the_driver_is_asked_with_the_contiguous_dimension_first(monkeypatch, columns, swizzle):
+    binding, asked = pytest.importorskip("cuda.bindings.driver"), []
+    made = binding.CUtensorMap()
+
+    def encode(dtype, rank, address, *rest):
+        *lists, apart, swizzled, _, fill = rest
+        asked.append((rank, address, *[list(map(int, numbers)) for numbers in lists], apart.name, swizzled.name, fill.name))
+        return binding.CUresult.CUDA_SUCCESS, made
+
+    monkeypatch.setattr(binding, "cuTensorMapEncodeTiled", encode)
+    maps.tensor_map.cache_clear()
+    found = maps.tensor_map(4096, (3, 5, 128), (1280, 256), (1, 256, columns))
+    maps.tensor_map.cache_clear()
+    assert asked == [
+        (
+            3, 4096, [128, 5, 3], [256, 1280], [columns, 256, 1], [1, 1, 1], "CU_TENSOR_MAP_INTERLEAVE_NONE",
+            f"CU_TENSOR_MAP_SWIZZLE_{swizzle}", "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE",
+        )
+    ]  # fmt: skip
+    assert found.about == (4096, (3, 5, 128), (1280, 256), (1, 256, columns))
+
+
 def address_of(shape, coordinates, box_place):
     """The address of an element of a copy, computed from the request for its map."""
     base, sizes, strides, box = shape

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +105,17 @@ def test_the_newest_that_knows_the_architecture_compiles(monkeypatch):
     pytest.importorskip("cuda.core")
     monkeypatch.setattr(toolchain, "find_all", lambda: (NEWER, LAST_12))
     assert [toolchain.require(a) for a in ("70", "75", "90a", "120")] == [LAST_12, NEWER, NEWER, NEWER]
+
+
+def test_the_newest_comes_first_wherever_it_lies(monkeypatch):
+    all_three = {Path(nvrtc.name): nvrtc for nvrtc in (LAST_12, NEWER, EARLY_12)}
+    libraries = {
+        path: SimpleNamespace(version=lambda nvrtc=nvrtc: nvrtc.version, capabilities=lambda nvrtc=nvrtc: nvrtc.capabilities)
+        for path, nvrtc in all_three.items()
+    }
+    monkeypatch.setattr(toolchain, "_wheel_libraries", lambda: list(libraries))
+    monkeypatch.setattr(toolchain, "loaded", libraries.__getitem__)
+    assert [nvrtc.name for nvrtc in toolchain.find_all.__wrapped__()] == ["13.0", "12.9", "12.4"]
 
 
 def test_libraries_that_cannot_be_loaded_get_a_sentence(tmp_path, monkeypatch):

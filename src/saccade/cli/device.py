@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from saccade.engine.problem import DTYPE_NAMES
 from saccade.errors import InvalidArgument
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def dtype_of(name: str) -> torch.dtype:

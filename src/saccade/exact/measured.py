@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from saccade.engine.problem import DTYPE_NAMES, Problem
-from saccade.engine.rule import Line, Rule, Source
+from saccade.engine.rule import RESULTS, Line, Rule, Source
 
 FILE = Path(__file__).with_name("measured.csv")
-RESULTS = "benchmarks/results"
 # the order in which `auto` tries the backends that were timed
 TIMED = ("long", "short", "sdpa")
 # How far a call may be from a measured one, in quarters of an octave: in problems (B * H), and in queries, keys or columns, which weigh more

@@ -79,8 +79,9 @@ def with_key_mask(
     _check_key_mask(query, key, key_mask)
     if key_mask.device != query.device:
         raise InvalidArgument(f"key_mask is on {key_mask.device}, query on {query.device}; they must be the same")
-    if check_flag("is_causal", is_causal) or is_causal_bias(attn_mask):
-        raise InvalidArgument("key_mask and is_causal=True are both given; put both into attn_mask, or give lengths")
+    if (by_flag := check_flag("is_causal", is_causal)) or is_causal_bias(attn_mask):
+        causal = "is_causal=True" if by_flag else "a causal attn_mask"
+        raise InvalidArgument(f"key_mask and {causal} are both given; put both into one boolean attn_mask, or give lengths")
     if (window := check_window(window)) is not None:
         raise InvalidArgument(f"key_mask and {shown_window(window)} are both given; put both into attn_mask")
     check_kinds(attn_mask=attn_mask)

@@ -122,8 +122,8 @@ def attention_varlen(
         key: `[Tk, Hkv, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
         value: `[Tk, Hkv, D]`.
         cu_seqlens_q: int32 `[B + 1]` on the device of query: 0, then the end of each sequence of query. int64 is converted at each call. The
-            values stay on the device, and no call waits for it. Tokens behind the last sequence belong to none, and get out 0, lse -inf
-            and zero gradients.
+            values stay on the device, and only the backend "sdpa" waits for them. Tokens behind the last sequence belong to none, and get
+            out 0, lse -inf and zero gradients.
         cu_seqlens_k: the same for key and value. For self-attention pass the tensor of query again.
         max_seqlen_q: an int, at least the longest sequence of query; nearer is faster.
         max_seqlen_k: the same for key and value.
