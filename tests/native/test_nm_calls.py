@@ -20,6 +20,7 @@ from saccade.launch.cuda import CudaLaunch
 from saccade.nm_sparse import op
 from saccade.nm_sparse.fused import launchers
 from saccade.nvrtc import tensor_map
+from saccade.recorder import ACTIVE
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are stubs on a CPU")
 
@@ -29,7 +30,7 @@ def seen(monkeypatch):
     """Launches so far: (kernel, blocks, threads, shared memory, maps, arguments)."""
     made = recording(monkeypatch, with_cuda=True)
     found = next(made)
-    monkeypatch.setattr("saccade.engine.op_replay.may_record", lambda *given: True)
+    monkeypatch.setattr("saccade.engine.op_replay.may_record", lambda *given: ACTIVE.recorder is None)
     monkeypatch.setattr(dispatch, "why_not", lambda backend, problem: [])
     monkeypatch.setattr(launchers, "arch_of", lambda device: 90)
     monkeypatch.setattr(launchers, "multiprocessors", lambda device: 132)

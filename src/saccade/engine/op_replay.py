@@ -34,27 +34,16 @@ def same_layouts(results: tuple[Tensor, ...]) -> list:
     return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in results]
 
 
-def made(
-    layouts: Callable[[tuple[Tensor, ...]], list], call: tuple | None, query: Tensor, make: Callable[[], tuple[Tensor, ...]]
-) -> tuple[Tensor, ...]:
-    """The results of an op, from C++ if it knows the call, else by `make`, whose launches C++ then learns. Python makes the ops of a call that is
-    recorded itself: its recorder has to be told of their launches."""
-    if call is None or ACTIVE.recorder is not None:
-        return make()
-    found = replayed(call)
-    if found is not None:
-        return found
-    return recorded(layouts, call, make) if may_record(call, query) else make()
-
-
 def replayed(call: tuple | None) -> tuple[Tensor, ...] | None:
-    """The results of a call that C++ replays; None if it does not know the call."""
-    return None if native.calls is None or call is None else native.calls.compute(*call)
+    """The results of a call that C++ replays; None if it does not know the call, and for an op of a call that is recorded: its recorder has to be told
+    of the launches."""
+    return None if native.calls is None or call is None or ACTIVE.recorder is not None else native.calls.compute(*call)
 
 
 def may_record(call: tuple, query: Tensor) -> bool:
-    """Whether to record the launches of a call that Python makes: not during a capture, and not if C++ refused such a call."""
-    if not query.is_cuda or torch.cuda.is_current_stream_capturing():
+    """Whether to record the launches of a call that Python makes: not within another that is recorded, not during a capture, and not if C++ refused such
+    a call."""
+    if not query.is_cuda or ACTIVE.recorder is not None or torch.cuda.is_current_stream_capturing():
         return False
     if native.calls is None:
         native.start(prepare.forget)

@@ -9,6 +9,7 @@ Backward then runs the same forward kernel again: the same binary on the same nu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,8 +75,11 @@ launchers = Alternatives("nm_sparse_attention", BACKENDS, ("masked", "reference"
 
 def _forward(*call):
     (stores, backend), args = call[_DENSE_AT : _DENSE_AT + 2], _arguments(call)
-    known = _as_cpp_takes_it(args, *args[:7], "forward", stores, backend)
-    return op_replay.made(_layouts, known, args.query, lambda: launchers(backend).forward(args, stores))
+
+    def make() -> tuple[Tensor, ...]:
+        return launchers(backend).forward(args, stores)
+
+    return _made(_as_cpp_takes_it(args, *args[:7], "forward", stores, backend), _layouts, args.query, make)
 
 
 def _backward(dout, dlse, out, lse, kept, *call):
@@ -88,7 +92,19 @@ def _backward(dout, dlse, out, lse, kept, *call):
         return dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
 
     known = _as_cpp_takes_it(args, dout, dlse, out, lse, kept, *args[:7], "backward", adds_in_order(), chosen_by_auto)
-    return op_replay.made(op_replay.same_layouts, known, args.query, make)
+    return _made(known, op_replay.same_layouts, args.query, make)
+
+
+def _made(
+    known: tuple | None, layouts: Callable[[tuple[Tensor, ...]], list], query: Tensor, make: Callable[[], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """The results of an op, from C++ if it knows the call, else by `make`, whose launches C++ then learns if it can."""
+    found = op_replay.replayed(known)
+    if found is not None:
+        return found
+    if known is None or not op_replay.may_record(known, query):
+        return make()
+    return op_replay.recorded(layouts, known, make)
 
 
 def _as_cpp_takes_it(args: NMSparseArgs, *given: Any) -> tuple | None:
