@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
-import recorded_cuda
 import torch
-from recorded_triton import recording
 
 import saccade
 from saccade import native
-from saccade.engine import dispatch, switch
+from saccade.engine import switch
 from saccade.errors import CompilerUnavailable
-from saccade.launch import cuda as launch_cuda
 from saccade.launch import disabled
-from saccade.launch.cache import LaunchCache
-from saccade.launch.cuda import CudaLaunch
 from saccade.nm_sparse import op
 from saccade.nm_sparse.fused import launchers
-from saccade.nvrtc import tensor_map
-from saccade.recorder import ACTIVE
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are stubs on a CPU")
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """Launches so far: (kernel, blocks, threads, shared memory, maps, arguments)."""
-    made = recording(monkeypatch, with_cuda=True)
-    found = next(made)
-    monkeypatch.setattr("saccade.engine.op_replay.may_record", lambda *given: ACTIVE.recorder is None)
-    monkeypatch.setattr(dispatch, "why_not", lambda backend, problem: [])
-    monkeypatch.setattr(launchers, "arch_of", lambda device: 90)
-    monkeypatch.setattr(launchers, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(
-        launchers, "load", lambda source, name, options, device, *_: recorded_cuda.Named(found, source, name, options)
-    )
-    monkeypatch.setattr(sys.modules["saccade.nvrtc.tensor_map"], "_encode", lambda *about: bytes(128))
-    tensor_map.cache_clear()
-    monkeypatch.setattr(launch_cuda, "_READY", LaunchCache())
-    monkeypatch.setattr(CudaLaunch, "ready", recorded_cuda.ready_of(found, "combine", "shown_values", "key_bits"))
-    yield found
-    next(made, None)
-    tensor_map.cache_clear()
 
 
 def tensors(tokens=256, dim=64, heads=4, kv_heads=4, batch=2):
@@ -73,7 +43,7 @@ CALLS = {
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kind", CALLS)
-def test_a_repeated_call(seen, kind, dim, monkeypatch):
+def test_a_repeated_call(nm_launches, kind, dim, monkeypatch):
     launches, options = [], CALLS[kind]
     for times in range(4):
         if times == 2:
@@ -81,13 +51,13 @@ def test_a_repeated_call(seen, kind, dim, monkeypatch):
             monkeypatch.setattr("saccade.nm_sparse.api.forward", lambda *given: pytest.fail("Python makes the call"))
         given = dict(zip(("query", "key", "value"), tensors(dim=dim), strict=True))
         mine = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        before = len(seen)
+        before = len(nm_launches)
         found = saccade.nm_sparse_attention(*given.values(), backend="mma_sp", **mine)
         assert isinstance(found, tuple) == ("return_lse" in options)
         results = dict(zip(("out", "lse"), found if isinstance(found, tuple) else (found,), strict=False))
         assert results["out"].stride() == given["query"].stride()
         masks = {name: x for name, x in mine.items() if isinstance(x, torch.Tensor)}
-        launches.append(named(seen[before:], given | masks, results))
+        launches.append(named(nm_launches[before:], given | masks, results))
     assert len(native.calls) == 1
     assert len(launches[0]) == 1
     assert all(x == launches[0] for x in launches)
@@ -97,19 +67,19 @@ def test_a_repeated_call(seen, kind, dim, monkeypatch):
     assert launch[5][0] == "out"
 
 
-def test_blocks_that_are_split(seen):
+def test_blocks_that_are_split(nm_launches):
     """The parts of the last wave are memory of the call, and a second kernel adds them up."""
     kinds = []
     for _ in range(3):
-        before, given = len(seen), tensors(4096, 128, 17, 17, 1)
+        before, given = len(nm_launches), tensors(4096, 128, 17, 17, 1)
         out = saccade.nm_sparse_attention(*given, backend="mma_sp")
-        kinds.append(named(seen[before:], dict(zip(("query", "key", "value"), given, strict=True)), {"out": out}))
+        kinds.append(named(nm_launches[before:], dict(zip(("query", "key", "value"), given, strict=True)), {"out": out}))
     assert len(native.calls) == 1
     assert [x[0] for x in kinds[0]] == [sum(b"fused_sm90"), sum(b"combine")]
     assert kinds[0] == kinds[1] == kinds[2]
 
 
-def test_a_backend_that_fails_after_a_launch(seen, monkeypatch):
+def test_a_backend_that_fails_after_a_launch(nm_launches, monkeypatch):
     """C++ replays only the launches of the backend that took its place."""
 
     def fails(*given):
@@ -121,28 +91,28 @@ def test_a_backend_that_fails_after_a_launch(seen, monkeypatch):
     given = tensors(4096, 128, 17, 17, 1)
     with pytest.warns(RuntimeWarning, match="backend 'masked' computes instead"):
         saccade.nm_sparse_attention(*given)
-    assert len(seen) == 2
+    assert len(nm_launches) == 2
     assert len(native.calls) == 1
-    before = len(seen)
+    before = len(nm_launches)
     saccade.nm_sparse_attention(*given)
-    assert len(seen) == before + 1
+    assert len(nm_launches) == before + 1
 
 
-def test_the_triton_kernel(seen, monkeypatch):
+def test_the_triton_kernel(nm_launches, monkeypatch):
     launches = []
     for times in range(3):
         if times == 2:
             monkeypatch.setattr("saccade.nm_sparse.api.forward", lambda *given: pytest.fail("Python makes the call"))
         given = dict(zip(("query", "key", "value"), tensors(100), strict=True))
-        before = len(seen)
+        before = len(nm_launches)
         out, lse = saccade.nm_sparse_attention(*given.values(), backend="masked", return_lse=True)
-        launches.append(named(seen[before:], given, {"out": out, "lse": lse}))
+        launches.append(named(nm_launches[before:], given, {"out": out, "lse": lse}))
     assert len(native.calls) == 1
     assert launches[0] == launches[1] == launches[2]
     assert "unknown" not in str(launches)
 
 
-def test_masks_and_biases_stay_with_python(seen):
+def test_masks_and_biases_stay_with_python(nm_launches):
     """torch takes values that they hide out of the way of NaN, in memory of its own."""
     given = tensors()
     for mask in (torch.randn(1, 4, 256, 256).bfloat16(), torch.rand(2, 1, 1, 256) > 0.3):
@@ -151,7 +121,7 @@ def test_masks_and_biases_stay_with_python(seen):
     assert len(native.calls) == 0
 
 
-def test_calls_that_stay_with_python(seen):
+def test_calls_that_stay_with_python(nm_launches):
     given = tensors()
     lengths = torch.tensor([256, 9])
     for options in ({"lengths": lengths}, {"dropout_p": 0.5}, {"dense_first": 4}, {"dense_recent": 8}):
@@ -160,7 +130,7 @@ def test_calls_that_stay_with_python(seen):
     assert len(native.calls) == 0
 
 
-def test_a_gradient_counts(seen):
+def test_a_gradient_counts(nm_launches):
     leaves = [x.requires_grad_() for x in tensors()]
     assert saccade.nm_sparse_attention(*leaves, backend="mma_sp").grad_fn is not None
     assert len(native.calls) == 1
@@ -172,7 +142,7 @@ def test_a_gradient_counts(seen):
     assert len(native.calls) == 2
 
 
-def test_patterns_and_layouts_are_calls_of_their_own(seen):
+def test_patterns_and_layouts_are_calls_of_their_own(nm_launches):
     given, wide = tensors(), [x.contiguous() for x in tensors()]
     for _ in range(2):
         saccade.nm_sparse_attention(*given, backend="mma_sp")
@@ -181,7 +151,7 @@ def test_patterns_and_layouts_are_calls_of_their_own(seen):
     assert len(native.calls) == 3
 
 
-def test_a_disabled_library_forgets_the_call(seen):
+def test_a_disabled_library_forgets_the_call(nm_launches):
     given = tensors()
     for _ in range(2):
         saccade.nm_sparse_attention(*given, backend="mma_sp")
@@ -190,7 +160,7 @@ def test_a_disabled_library_forgets_the_call(seen):
 
 
 @pytest.mark.parametrize("backend", ["mma_sp", "auto"])
-def test_tf32_counts(seen, backend, monkeypatch):
+def test_tf32_counts(nm_launches, backend, monkeypatch):
     """Kernels that multiply TF32 run only while torch allows it."""
     given, made = [x.float() for x in tensors()], []
     forward = op.forward
@@ -206,7 +176,7 @@ def test_tf32_counts(seen, backend, monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["dense_first", "dense_recent"])
-def test_a_number_that_python_refuses(seen, option):
+def test_a_number_that_python_refuses(nm_launches, option):
     given = tensors()
     for _ in range(2):
         saccade.nm_sparse_attention(*given, backend="mma_sp", **{option: 0})
@@ -215,7 +185,7 @@ def test_a_number_that_python_refuses(seen, option):
         saccade.nm_sparse_attention(*given, backend="mma_sp", **{option: 0.0})
 
 
-def test_a_call_during_which_the_library_is_disabled(seen, monkeypatch):
+def test_a_call_during_which_the_library_is_disabled(nm_launches, monkeypatch):
     """Another thread forgets all calls then, and this one must not be remembered after it."""
     forward = op.forward
 
@@ -229,5 +199,5 @@ def test_a_call_during_which_the_library_is_disabled(seen, monkeypatch):
         saccade.nm_sparse_attention(*tensors(), backend="mma_sp")
     finally:
         switch.change(-1)
-    assert len(seen) == 1
+    assert len(nm_launches) == 1
     assert len(native.calls) == 0

@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
-import recorded_cuda
 import torch
-from recorded_triton import recording
 
 import saccade
 from saccade import native
-from saccade.engine import dispatch
-from saccade.launch import cuda as launch_cuda
-from saccade.launch.cache import LaunchCache
-from saccade.launch.cuda import CudaLaunch
 from saccade.nm_sparse import op
-from saccade.nm_sparse.backward_sm90 import launchers as of_backward
 from saccade.nm_sparse.backward_sm90 import one_pass
-from saccade.nm_sparse.fused import launchers as of_forward
-from saccade.nvrtc import tensor_map
 from saccade.recorder import ACTIVE
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are stubs on a CPU")
 KERNELS = ["fused_sm90", "_delta_kernel", "backward_dq_sm90", "backward_dkv_sm90"]
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """Launches so far."""
-    made = recording(monkeypatch, with_cuda=True)
-    found = next(made)
-    monkeypatch.setattr("saccade.engine.op_replay.may_record", lambda *given: ACTIVE.recorder is None)
-    monkeypatch.setattr(dispatch, "why_not", lambda backend, problem: [])
-    monkeypatch.setattr(of_backward, "takes", lambda args: True)
-    monkeypatch.setattr(of_forward, "arch_of", lambda device: 90)
-    monkeypatch.setattr(of_forward, "multiprocessors", lambda device: 132)
-    for module in (of_forward, of_backward):
-        monkeypatch.setattr(
-            module, "load", lambda source, name, options, device, *_: recorded_cuda.Named(found, source, name, options)
-        )
-    monkeypatch.setattr(launch_cuda, "_READY", LaunchCache())
-    monkeypatch.setattr(CudaLaunch, "ready", recorded_cuda.ready_of(found, "shown_values", "key_bits"))
-    monkeypatch.setattr(sys.modules["saccade.nvrtc.tensor_map"], "_encode", lambda *about: bytes(128))
-    tensor_map.cache_clear()
-    yield found
-    next(made, None)
-    tensor_map.cache_clear()
 
 
 def leaves(tokens=256, dim=64, heads=4, kv_heads=4, batch=2, device="cpu"):
@@ -85,19 +51,19 @@ OPTIONS = {
 @on_a_cpu
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_a_repeated_step(seen, kind, dim, monkeypatch):
+def test_a_repeated_step(nm_launches, kind, dim, monkeypatch):
     launches, options = [], dict(OPTIONS[kind])
     for times in range(4):
         if times == 2 and kind != "blocks":
             stays_with_cpp(monkeypatch)
-        given, before = leaves(dim=dim), len(seen)
+        given, before = leaves(dim=dim), len(nm_launches)
         found = saccade.nm_sparse_attention(*given, backend="mma_sp", **options)
         out, *lse = found if isinstance(found, tuple) else (found,)
         incoming = [torch.randn_like(out), *map(torch.randn_like, lse)]
         gradients = torch.autograd.grad([out, *lse], given, incoming)
         assert [x.stride() for x in gradients] == [x.stride() for x in given]
         names = dict(zip(("query", "key", "value", "dquery", "dkey", "dvalue"), (*given, *gradients), strict=True))
-        launches.append(named(seen[before:], out=out, dout=incoming[0], **names))
+        launches.append(named(nm_launches[before:], out=out, dout=incoming[0], **names))
     assert [launch[0] for launch in launches[0]] == [sum(name.encode()) for name in KERNELS]
     # Python makes backward with blocks, whose transpose torch makes for the kernel of keys
     assert len(native.calls) == (1 if kind == "blocks" else 2)
@@ -106,7 +72,7 @@ def test_a_repeated_step(seen, kind, dim, monkeypatch):
 
 @on_a_cpu
 @pytest.mark.parametrize("backend", ["mma_sp", "masked"])
-def test_the_selection_begins_as_zeros(seen, backend, monkeypatch):
+def test_the_selection_begins_as_zeros(nm_launches, backend, monkeypatch):
     """Kernels leave the words of tiles that no query sees as they are."""
     query, key, value = leaves(1024)
     call = (query.detach(), key.detach(), value.detach(), None, None, None, None, 2, 4, 0.0, True, 0.125)
@@ -121,7 +87,7 @@ def test_the_selection_begins_as_zeros(seen, backend, monkeypatch):
 
 
 @on_a_cpu
-def test_what_stays_with_python(seen):
+def test_what_stays_with_python(nm_launches):
     """torch makes tensors for these calls, to which launches of another call must not be bound."""
     given, mask = leaves(), torch.rand(2, 1, 1, 256) > 0.3
     for attn_mask in (mask, torch.randn(1, 4, 256, 256).bfloat16()):
@@ -134,7 +100,7 @@ def test_what_stays_with_python(seen):
 
 
 @on_a_cpu
-def test_calls_of_their_own(seen):
+def test_calls_of_their_own(nm_launches):
     given = leaves()
 
     def step(**options):
@@ -155,7 +121,7 @@ def test_calls_of_their_own(seen):
 
 
 @on_a_cpu
-def test_an_op_within_a_call_that_is_recorded(seen):
+def test_an_op_within_a_call_that_is_recorded(nm_launches):
     """C++ knows the op, as compiled programs call it. The recorder of the call has to see its launches all the same."""
     given = [x.detach() for x in leaves()]
     for _ in range(2):
@@ -163,9 +129,9 @@ def test_an_op_within_a_call_that_is_recorded(seen):
     assert len(native.calls) == 1
     launches = []
     for _ in range(3):
-        before = len(seen)
+        before = len(nm_launches)
         out = saccade.nm_sparse_attention(*given, backend="mma_sp")
-        launches.append(named(seen[before:], query=given[0], key=given[1], value=given[2], out=out))
+        launches.append(named(nm_launches[before:], query=given[0], key=given[1], value=given[2], out=out))
     assert len(native.calls) == 2
     assert len(launches[0]) == 1
     assert launches[0] == launches[1] == launches[2]

@@ -103,7 +103,7 @@ struct RecordedCall {
     int64_t keys = 0;         // the most that they may be
     bool wide = false;        // they are copied to contiguous int32
     int expanded = -1;        // which input is a boolean mask that was expanded over the queries, of which one row is taken
-    bool returns_lse = false; // beside out, where no gradient is needed
+    bool returns_lse = false;  // beside out; only of calls without a gradient
     bool ragged = false;      // packed tokens [T, H, D]: layouts hold for any number of tokens and sequences
     int64_t width = 0, most = 0, most_sequences = 0;  // of a ragged call: its numbers, padded to the longest, are at most `most`
     bool by_tokens = false;   // .. or those of its tokens alone
