@@ -214,6 +214,14 @@ def _refused(rank, ranks, device):
         "plain": said(saccade.dynamic_mask_attention, *sharded, scores, keep=3, enable_gqa=True),
         "groups": said(saccade.attention, six, *(on(data(device, (B, 3, T, D))[0], Shard(1)),) * 2, enable_gqa=True),
         "tokens": said(saccade.attention_varlen, *(on(query[0], Shard(0)),) * 3, rows, rows, 4, 4),
+        # on each of two ranks the part would be a call that is allowed
+        "groups of tokens": said(
+            saccade.attention_varlen,
+            on(data(device, (T, 5, D))[0], Shard(1)),
+            *(on(key[0, :2].transpose(0, 1), Shard(1)),) * 2,
+            *(rows, rows, 4, 4),
+            enable_gqa=True,
+        ),
         "dropout": said(saccade.attention, *(on(query, Replicate()),) * 3, dropout_p=0.1),
         "no probability": said(saccade.attention, *(on(query, Replicate()),) * 3, dropout_p=-0.1),
         "mesh": said(saccade.attention, sharded[0], *(distribute_tensor(query, other, [Shard(1)]),) * 2),
@@ -248,6 +256,9 @@ def test_placements_that_cannot_run_are_named(two):
             "key_scores is a plain tensor and query is sharded on mesh dim tp (size 2); make key_scores a DTensor"
         )
         assert texts["groups"].startswith("key has 3 heads and query 6, sharded over 2 ranks; both must be multiples of 2")
+        assert texts["groups of tokens"].startswith(
+            "key has 2 heads and query 5, sharded over 2 ranks; both must be multiples of 2"
+        )
         assert texts["tokens"].startswith(
             f"query is {Shard(0)} on mesh dim tp (size 2); Shard(1), the heads, and Replicate() run"
         )

@@ -109,6 +109,13 @@ def test_no_line_counts_beyond_the_limits():
     assert nearest(problem_of("attention(B=1024 H=8 Tq=128 Tk=128 D=64 bf16 causal dropout=0.1 sm_90)"), "short") is None
 
 
+def test_the_sizes_of_a_problem_weigh_more_than_the_number_of_problems():
+    """The table has 64 tokens at as many problems, and 50 tokens at 768."""
+    problem = problem_of("attention(B=64 H=16 Tq=56 Tk=56 D=64 bf16 sm_90)")
+    found = described(nearest(problem, "short").problem, "fwd")
+    assert (found.kv_len, found.batch * found.heads) == (50, 768)
+
+
 def test_a_nearer_line_that_did_not_time_a_backend_leaves_it_to_its_rule():
     exact = "attention(B=256 H=12 Tq=128 Tk=128 D=64 bf16 sm_90)"
     assert nearest(problem_of(exact), "short") is not None
