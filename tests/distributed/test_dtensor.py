@@ -271,8 +271,9 @@ def test_placements_that_cannot_run_are_named(two):
         assert texts["other"] == "key is a NoneType; it must be a torch.Tensor"
         assert "Shard(3), the heads" in texts["packed"]
         assert texts["plain key_mask"].startswith("key_mask is a plain tensor and query is sharded on mesh dim tp")
-        assert texts["sharded key_mask"].startswith(
-            "key_mask is a DTensor, a subclass of torch.Tensor with operations of its own"
+        assert texts["sharded key_mask"] == (
+            "key_mask is a DTensor, a subclass of torch.Tensor with operations of its own; "
+            "it must be a plain torch.Tensor, such as key_mask.to_local()"
         )
         for name, heads in (("rows", H), ("rows of expiry", HKV)):  # each rank holds one row of two
             assert texts[name].startswith(f"key_scores is [2, {heads}, 12]; with cu_seqlens all documents lie in one row")

@@ -30,7 +30,7 @@ def check_kinds(**given: Any) -> None:
         if type(tensor) not in _PLAIN and brings_its_own(type(tensor)):
             raise InvalidArgument(
                 f"{name} is a {type(tensor).__name__}, a subclass of torch.Tensor with operations of its own; it must be a plain torch.Tensor"
-                + (", as the other tensors of the call" if hasattr(tensor, "device_mesh") else "")
+                + (f", such as {name}.to_local()" if hasattr(tensor, "device_mesh") else "")
             )
         if tensor.is_nested or tensor.layout != torch.strided:
             kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
