@@ -15,20 +15,21 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from evidence_rivals import beside_sdpa, rival_memory, rivals
 from evidence_rows import Rows, gains, rows, span, times
-from evidence_short import at_64, listing, published, short
+from evidence_short import at_64, listing, profiled, published, short
 
 DENSE = ("sdpa_cudnn", "sdpa_flash", "fa4")
 
 
 def predictions() -> list[str]:
-    """Average predicted gains over the unfused pipeline on a V100: forward and backward, each with float32 and float16 sums."""
+    """Predicted gains over the unfused pipeline on a V100, on average and at most: forward and backward, each with float32 and float16 sums."""
     table = [r for r in rows("predictions/volta.csv") if r["speed-up_slow"]]
     found = []
     for kernel in ("forward", "forward, float16 sums", "backward", "backward, float16 sums"):
         mine = [r for r in table if r["kernel"] == kernel]
-        ends = [statistics.mean(float(r[f"speed-up_{end}"]) for r in mine) for end in ("slow", "fast")]
-        found.append(span(ends, 1))
+        ends = [[float(r[f"speed-up_{end}"]) for r in mine] for end in ("slow", "fast")]
+        found += [span((statistic(x) for x in ends), 1) for statistic in (statistics.mean, max)]
     return found
 
 
@@ -208,34 +209,6 @@ def ablation() -> list[str]:
     ]
 
 
-RIVALS = ("performer", "linformer", "nystromformer", "window")
-
-
-def length_of(problem: str) -> int:
-    """The tokens in a description."""
-    return int(re.findall(r"\bT=(\d+)", problem)[0])
-
-
-def rivals() -> list[str]:
-    """Gains over unfused attention. Attention alone in bf16: each rival at up to 1,024 tokens and from 2,048 on. Encoders: N:M and each
-    rival, in bf16 and in float32. Last what pruning gains over Nystromformer: alone and in encoders, both patterns in bf16, 1:2 in
-    float32."""
-    table = rows("h200/nm_rivals.csv")
-    found = {kind: times([r for r in table if r["problem"].startswith(kind)], "fwd") for kind in ("attention", "encoder")}
-    texts = []
-    for rival in RIVALS:
-        alone = {p: gain for p, gain in gains(found["attention"], rival, ["unfused"]).items() if "bf16" in p}
-        texts.append(span(gain for p, gain in alone.items() if length_of(p) <= 1024))
-        texts.append(span(gain for p, gain in alone.items() if length_of(p) >= 2048))
-    for dtype, ours in (("bf16", ("staged 2:4", "fused 2:4")), ("fp32", ("staged 1:2", "fused 1:2"))):
-        inside = {name: gains(found["encoder"], name, ["unfused"]) for name in (*ours, *RIVALS)}
-        texts += [span(gain for p, gain in of.items() if dtype in p) for of in inside.values()]
-    for of in found.values():
-        pruned = [gains(of, f"nystromformer {pattern}", ["nystromformer"]) for pattern in ("2:4", "1:2")]
-        texts += [span(gain for by in pruned for p, gain in by.items() if dtype in p) for dtype in ("bf16", "fp32")]
-    return texts
-
-
 def pruned_weights() -> list[str]:
     """The gains of staged 2:4 attention over unfused, and of fused over SDPA: with dense weights, with 2:4 weights, and both pruned over
     both dense; how much faster the rest is by 2:4 weights."""
@@ -374,12 +347,13 @@ def figures() -> dict[str, list[str]]:
         "predictions/volta.csv": predictions(),
         "predictions/volta_peer_rows.csv": predicted_peer(),
         "predictions/volta_encoder.csv": predicted_encoder(),
+        "h200/short_profile.csv": profiled(),
         "h200/volta_profile.csv": traffic(),
         "h100/nm_figure5.csv": staged(),
         "h100/nm_end_to_end.csv": encoder(),
         "h100/nm_memory.csv": memory(),
         "h100/nm_fused.csv": fused(),
-        "h200/nm_rivals.csv": rivals(),
+        "h200/nm_rivals.csv": [*rivals(), *beside_sdpa(), *rival_memory()],
         "h100/nm_weights.csv": pruned_weights(),
         "h100/nm_linformer.csv": projected(),
         "h200/pooled_depth.csv": depth(),

@@ -48,3 +48,35 @@ def published(name: str, length: str, shapes_here: int) -> list[str]:
         assert len(pairs) == shapes_here <= len(theirs)
         found.append(span(ms / own for ms, own in pairs))
     return found
+
+
+KERNELS = {
+    ("sdpa_flash", "fwd"): "flash_fwd_kernel",
+    ("sdpa_flash", "bwd"): "flash_bwd_dq_dk_dv",
+    ("sdpa_efficient", "fwd"): "fmha_cutlassF",
+    ("sdpa_efficient", "bwd"): "fmha_cutlassB",
+}
+
+
+def profiled() -> list[str]:
+    """Our profile over the one that paper 002 prints, of flash's and of the memory-efficient kernel, 32 to 128 tokens: forward, then
+    backward, each with time, SMs used and memory used."""
+    with open(RESULTS.parent / "paper" / "short_profile.csv", newline="") as handle:
+        theirs = list(csv.DictReader(handle))
+    ours = [r for r in rows("h200/short_profile.csv") if r["D"] == "64" and r["queries"] == r["S"]]
+    found = []
+    for (backend, way), kernel in KERNELS.items():
+        pairs = [
+            (one, other)
+            for one in ours
+            for other in theirs
+            if kernel in one["kernel"]
+            and (other["backend"], other["direction"]) == (backend, way)
+            and other["seq_len"] == one["S"]
+        ]
+        assert len(pairs) == 3
+        found.append(span(float(one["time (us)"]) / 1e3 / float(other["ms"]) for one, other in pairs))
+        found += [
+            span(float(one[f"{unit} (%)"]) / float(other[f"{unit} (%)"]) for one, other in pairs) for unit in ("SM", "memory")
+        ]
+    return found

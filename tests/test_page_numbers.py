@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+TABLE = re.compile(r"\b(?:h100|h200|h200x2|cpu|predictions)/\w+\.csv")
 Times = dict[str, dict[str, float]]
 
 
@@ -93,3 +95,36 @@ def test_flex_attention_with_an_expiry():
     (ours,) = [row["gather"] for row in times(*words).values()]
     said = f"takes {flex:.1f} ms after {mask['flex']:.2f} ms for the block mask, and the backend `gather` {ours:.2f} ms"
     holds("guides/long_context.md", said)
+
+
+def test_a_whole_model_on_the_page_of_all_speeds():
+    packed, padded = (times("h200/models", "fwd", *words) for words in (("BERT-base", "B=256", "S=512"), ("T5-base",)))
+    ((bert,), (t5,)) = packed.values(), padded.values()
+    said = f"BERT-base on 256 unpadded passages: {bert['stock'] / bert['saccade_unpadded']:.1f} times; "
+    holds("speed/index.md", f"{said}T5-base: {t5['stock'] / t5['saccade']:.1f} times")
+
+
+def test_training_steps_of_image_models():
+    found = times("h200/models", "fwd+bwd")
+    names = ("ViT-B/16", "CLIP ViT-L/14", "SigLIP", "DINOv2")
+    gains = span([row["stock"] / row["saccade"] for problem, row in found.items() if problem.startswith(names)])
+    holds("guides/vision.md", f"a training step {gains} times as fast on an H200")
+
+
+def test_tables_that_pages_name_exist():
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    named = [(page, name) for page in pages for name in TABLE.findall(page.read_text(encoding="utf-8"))]
+    assert len(named) > 100
+    assert not [(page.name, name) for page, name in named if not (ROOT / "benchmarks" / "results" / name).is_file()]
+
+
+def test_captions_name_every_date_of_their_tables():
+    wrong = []
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]:
+        for caption in re.findall(r"\*`([^*]+)\*", page.read_text(encoding="utf-8")):
+            dates = set(re.findall(r"\d{4}-\d\d-\d\d", caption))
+            for name in TABLE.findall(caption) if dates else ():
+                with open(ROOT / "benchmarks" / "results" / name, newline="", encoding="utf-8") as handle:
+                    missing = {row["date"] for row in csv.DictReader(handle)} - dates
+                wrong += [(page.name, name, *sorted(missing))] if missing else []
+    assert not wrong
