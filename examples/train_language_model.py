@@ -6,7 +6,7 @@ The text is Python's language reference (`pydoc_data`, in every Python), read as
 token sees the --keep best-scored tokens before it, and the scores are learned. Generation keeps at most so many keys for each head, however long the
 text gets (`DynamicMaskCache`). Before that, the cache is compared with the complete history: the logits of every position must agree.
 
-On a CPU the mask is computed in plain torch, in time linear in the length; on a GPU (sm_80 and later) by kernels.
+Time is linear in the length: on a GPU (sm_80 and later) kernels compute the mask, on a CPU under Linux C++, and elsewhere plain torch.
 """
 
 from __future__ import annotations

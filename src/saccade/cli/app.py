@@ -182,7 +182,7 @@ def verify(
     every: Annotated[bool, typer.Option("--all", help="In the interpreter, the large cases too.")] = False,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Compare every backend that runs here with the float64 oracle; exit code 1 if one misses its error budget. About a minute on a CPU, some on a GPU."""
+    """Compare every backend that runs here with the float64 oracle; exit code 1 if one misses its error budget. It takes about a minute on a CPU and some minutes on a GPU."""
     from saccade.cli.verify import Selection, run
 
     dtypes, operations = [x.value for x in dtype or []], [x.value for x in op or []]
