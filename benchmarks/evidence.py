@@ -161,12 +161,12 @@ def holds(cell: dict[str, str]) -> bool:
 
 
 def finetuned(machine: str) -> list[str]:
-    """Mean held-out accuracy over seeds: dense, 2:4, 1:2."""
+    """Mean held-out accuracy over seeds: dense, 2:4, 1:2; then, where it was measured, of the weights tuned with 2:4 and 1:2 run dense."""
     table = rows(f"{machine}/nm_finetune_minilm.csv")
-    return [
-        f"{statistics.mean(float(r['accuracy']) for r in table if r['attention'] == attention):.3f}"
-        for attention in ("dense", "2:4", "1:2")
-    ]
+    wanted = [("accuracy", attention) for attention in ("dense", "2:4", "1:2")]
+    if "accuracy_run_dense" in table[0]:
+        wanted += [("accuracy_run_dense", attention) for attention in ("2:4", "1:2")]
+    return [f"{statistics.mean(float(r[column]) for r in table if r['attention'] == name):.3f}" for column, name in wanted]
 
 
 def ranks(values: Iterable[str]) -> list[float]:
